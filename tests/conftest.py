@@ -1,0 +1,35 @@
+"""Checkpoints that many tests only read, written once per run. A test that damages one writes its own copy."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import pytest
+
+from tests import fixtures
+
+
+@pytest.fixture(scope="session")
+def llama_path(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """A GQA Llama with linear rope scaling, bfloat16, three shards."""
+    return fixtures.llama(tmp_path_factory.mktemp("llama") / "hf", tokenizer=True)
+
+
+@pytest.fixture(scope="session")
+def deepseek_v2_path(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """A DeepSeek-V2 with q_lora_rank and YaRN, bfloat16, three shards."""
+    return fixtures.deepseek_v2(tmp_path_factory.mktemp("deepseek-v2") / "hf", tokenizer=True)
+
+
+@pytest.fixture(scope="session")
+def deepseek_v2_lite_path(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """A DeepSeek-V2 without q_lora_rank, greedy routing, bfloat16, one file."""
+    return fixtures.deepseek_v2(
+        tmp_path_factory.mktemp("deepseek-v2-lite") / "hf",
+        q_lora_rank=None,
+        topk_method="greedy",
+        n_group=1,
+        topk_group=1,
+        routed_scaling_factor=1.0,
+        shards=1,
+    )

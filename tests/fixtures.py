@@ -1,0 +1,292 @@
+"""Small random checkpoints as the hub lays them out: what every test converts, quantizes, proves and builds.
+
+Written with the `safetensors` library and names spelled out here, so that they share nothing with the code under test.
+`config.json` holds the hub's own keys in the hub's own spelling (`rope_scaling`, `torch_dtype`, `auto_map`, …), never
+what transformers 5 writes back. Weights are three times the usual initialization, norms 1 + 0.1 N(0, 1): logits vary
+enough that a wrong order, a dropped scale or a transposed expert shows.
+
+    path = llama(tmp_path / "m", rope="yarn", num_hidden_layers=1)
+    path = deepseek_v2(tmp_path / "m", q_lora_rank=None, dtype="float16")
+
+Both take any key of config.json as a keyword, and:
+    rope         a key of LLAMA_ROPES or V2_ROPES (an explicit rope_scaling=… wins)
+    dtype        float32, float16 or bfloat16
+    shards       number of .safetensors files; 1 leaves out the index
+    seed
+    tokenizer    also write a byte-level tokenizer with a chat template (256 bytes, ids 2..257; bos 0, eos 1)
+    edit         called with {name: tensor} before writing, to damage something
+"""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import torch
+from safetensors.torch import save_file
+
+Tensors = dict[str, torch.Tensor]
+Shapes = dict[str, tuple[int, ...]]
+
+LLAMA_ROPES: dict[str, dict[str, Any] | None] = {
+    "default": None,
+    "linear": {"factor": 4.0, "type": "linear"},  # as DeepSeek-Coder has it
+    "dynamic": {"factor": 2.0, "type": "dynamic"},
+    "yarn": {"factor": 4.0, "original_max_position_embeddings": 64, "rope_type": "yarn"},
+    "llama3": {
+        "factor": 8.0,
+        "high_freq_factor": 4.0,
+        "low_freq_factor": 1.0,
+        "original_max_position_embeddings": 64,
+        "rope_type": "llama3",
+    },
+}
+V2_ROPES: dict[str, dict[str, Any] | None] = {
+    "default": None,
+    # As DeepSeek-V2 has it, with a short original context so that tests pass beyond it cheaply. mscale differs from
+    # mscale_all_dim (equal on the hub) so that the attention factor of the tables is not just 1.
+    "yarn": {
+        "beta_fast": 32,
+        "beta_slow": 1,
+        "factor": 4,
+        "mscale": 1.0,
+        "mscale_all_dim": 0.707,
+        "original_max_position_embeddings": 64,
+        "type": "yarn",
+    },
+}
+
+LLAMA_CONFIG: dict[str, Any] = {
+    "architectures": ["LlamaForCausalLM"],
+    "attention_bias": False,
+    "bos_token_id": 0,
+    "eos_token_id": 1,
+    "hidden_act": "silu",
+    "hidden_size": 128,
+    "initializer_range": 0.02,
+    "intermediate_size": 256,
+    "max_position_embeddings": 256,
+    "model_type": "llama",
+    "num_attention_heads": 4,
+    "num_hidden_layers": 3,
+    "num_key_value_heads": 2,
+    "pretraining_tp": 1,
+    "rms_norm_eps": 1e-06,
+    "rope_scaling": None,
+    "rope_theta": 100000,
+    "tie_word_embeddings": False,
+    "torch_dtype": "bfloat16",
+    "transformers_version": "4.34.1",
+    "use_cache": True,
+    "vocab_size": 512,
+}
+V2_CONFIG: dict[str, Any] = {
+    "architectures": ["DeepseekV2ForCausalLM"],
+    "attention_bias": False,
+    "attention_dropout": 0.0,
+    # Custom code that must never run: the file does not even exist.
+    "auto_map": {"AutoModelForCausalLM": "modeling_deepseek.DeepseekV2ForCausalLM"},
+    "aux_loss_alpha": 0.001,
+    "bos_token_id": 0,
+    "eos_token_id": 1,
+    "ep_size": 1,
+    "first_k_dense_replace": 1,
+    "hidden_act": "silu",
+    "hidden_size": 128,
+    "initializer_range": 0.02,
+    "intermediate_size": 256,
+    "kv_lora_rank": 64,
+    "max_position_embeddings": 256,
+    "model_type": "deepseek_v2",
+    "moe_intermediate_size": 64,
+    "moe_layer_freq": 1,
+    "n_group": 4,
+    "n_routed_experts": 16,
+    "n_shared_experts": 2,
+    "norm_topk_prob": False,
+    "num_attention_heads": 4,
+    "num_experts_per_tok": 4,
+    "num_hidden_layers": 3,
+    "num_key_value_heads": 4,
+    "pretraining_tp": 1,
+    "q_lora_rank": 64,
+    "qk_nope_head_dim": 32,
+    "qk_rope_head_dim": 16,
+    "rms_norm_eps": 1e-06,
+    "rope_scaling": None,
+    "rope_theta": 10000,
+    "routed_scaling_factor": 2.0,
+    "scoring_func": "softmax",
+    "seq_aux": True,
+    "tie_word_embeddings": False,
+    "topk_group": 2,
+    "topk_method": "group_limited_greedy",
+    "torch_dtype": "bfloat16",
+    "transformers_version": "4.39.3",
+    "use_cache": True,
+    "v_head_dim": 32,
+    "vocab_size": 512,
+}
+
+
+def llama(path: Path, *, rope: str = "linear", dtype: str = "bfloat16", **options: Any) -> Path:
+    """Writes a GQA Llama and returns its folder."""
+    files, overrides = _split(options)
+    config = {**LLAMA_CONFIG, "rope_scaling": _copy(LLAMA_ROPES[rope]), "torch_dtype": dtype, **overrides}
+    return _write(path, config, _llama_shapes(config), dtype, **files)
+
+
+def deepseek_v2(path: Path, *, rope: str = "yarn", dtype: str = "bfloat16", **options: Any) -> Path:
+    """Writes an MLA DeepSeek-V2, one dense layer, then shared and routed experts, and returns its folder."""
+    files, overrides = _split(options)
+    config = {**V2_CONFIG, "rope_scaling": _copy(V2_ROPES[rope]), "torch_dtype": dtype, **overrides}
+    return _write(path, config, _v2_shapes(config), dtype, **files)
+
+
+def random_tensors(shapes: Shapes, dtype: str, seed: int) -> Tensors:
+    """Seeded weights of the given shapes, rounded to `dtype`."""
+    generator = torch.Generator().manual_seed(seed)
+
+    def draw(name: str, shape: tuple[int, ...]) -> torch.Tensor:
+        noise = torch.randn(shape, generator=generator)
+        value = 1 + 0.1 * noise if "norm" in name else 0.06 * noise
+        return value.to(getattr(torch, dtype))
+
+    return {name: draw(name, shape) for name, shape in shapes.items()}
+
+
+def write_shards(path: Path, tensors: Tensors, shards: int) -> None:
+    """Cuts the tensors, in order, into files of about equal count, with the hub's names and index."""
+    names = list(tensors)
+    if shards == 1:
+        save_file(tensors, path / "model.safetensors", metadata={"format": "pt"})
+        return
+    weight_map: dict[str, str] = {}
+    for i in range(shards):
+        part = names[len(names) * i // shards : len(names) * (i + 1) // shards]
+        file = f"model-{i + 1:05}-of-{shards:06}.safetensors"
+        save_file({name: tensors[name] for name in part}, path / file, metadata={"format": "pt"})
+        weight_map |= dict.fromkeys(part, file)
+    total = sum(tensor.nbytes for tensor in tensors.values())
+    index = {"metadata": {"total_size": total}, "weight_map": weight_map}
+    (path / "model.safetensors.index.json").write_text(json.dumps(index, indent=2) + "\n")
+
+
+def write_tokenizer(path: Path) -> None:
+    """A byte-level tokenizer without merges: ids 2..257 are the bytes, 0 begins a text, 1 ends it."""
+    from tokenizers import Tokenizer, decoders, models, pre_tokenizers, processors
+
+    bos, eos = "<｜begin▁of▁sentence｜>", "<｜end▁of▁sentence｜>"  # noqa: RUF001 (DeepSeek's own spelling)
+    vocabulary = {bos: 0, eos: 1} | {c: 2 + i for i, c in enumerate(sorted(pre_tokenizers.ByteLevel.alphabet()))}
+    tokenizer = Tokenizer(models.BPE(vocab=vocabulary, merges=[]))
+    tokenizer.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False, use_regex=False)
+    tokenizer.decoder = decoders.ByteLevel()
+    tokenizer.add_special_tokens([bos, eos])
+    tokenizer.post_processor = processors.TemplateProcessing(single=f"{bos} $A", special_tokens=[(bos, 0)])
+    tokenizer.save(str(path / "tokenizer.json"))
+    settings = {
+        "add_bos_token": True,
+        "bos_token": bos,
+        "chat_template": "{{ bos_token }}{% for m in messages %}{{ m['role'] }}: {{ m['content'] }}\n{% endfor %}",
+        "eos_token": eos,
+        "model_max_length": 256,
+        "tokenizer_class": "PreTrainedTokenizerFast",
+    }
+    (path / "tokenizer_config.json").write_text(json.dumps(settings, indent=2, ensure_ascii=False) + "\n")
+
+
+def _write(
+    path: Path,
+    config: dict[str, Any],
+    shapes: Shapes,
+    dtype: str,
+    *,
+    shards: int = 3,
+    seed: int = 0,
+    tokenizer: bool = False,
+    edit: Callable[[Tensors], None] | None = None,
+) -> Path:
+    path.mkdir(parents=True, exist_ok=True)
+    tensors = random_tensors(shapes, dtype, seed)
+    if edit is not None:
+        edit(tensors)
+    write_shards(path, tensors, shards)
+    (path / "config.json").write_text(json.dumps(config, indent=2) + "\n")
+    generation = {"_from_model_config": True, "bos_token_id": 0, "eos_token_id": 1}
+    (path / "generation_config.json").write_text(json.dumps(generation, indent=2) + "\n")
+    if tokenizer:
+        write_tokenizer(path)
+    return path
+
+
+def _llama_shapes(c: dict[str, Any]) -> Shapes:
+    hidden, inter = c["hidden_size"], c["intermediate_size"]
+    head = c.get("head_dim") or hidden // c["num_attention_heads"]
+    q, kv = c["num_attention_heads"] * head, c["num_key_value_heads"] * head
+    attention = {"q_proj": (q, hidden), "k_proj": (kv, hidden), "v_proj": (kv, hidden), "o_proj": (hidden, q)}
+    shapes: Shapes = {"model.embed_tokens.weight": (c["vocab_size"], hidden)}
+    for layer in range(c["num_hidden_layers"]):
+        prefix = f"model.layers.{layer}."
+        shapes |= _linears(prefix + "self_attn.", attention, c["attention_bias"])
+        shapes |= _linears(prefix + "mlp.", _mlp(hidden, inter), c.get("mlp_bias", False))
+        shapes |= _layer_norms(prefix, hidden)
+    return shapes | _tail(c)
+
+
+def _v2_shapes(c: dict[str, Any]) -> Shapes:
+    hidden, heads, bias = c["hidden_size"], c["num_attention_heads"], c["attention_bias"]
+    q, rank = heads * (c["qk_nope_head_dim"] + c["qk_rope_head_dim"]), c["q_lora_rank"]
+    latent, kv = c["kv_lora_rank"], heads * (c["qk_nope_head_dim"] + c["v_head_dim"])
+    shapes: Shapes = {"model.embed_tokens.weight": (c["vocab_size"], hidden)}
+    for layer in range(c["num_hidden_layers"]):
+        prefix = f"model.layers.{layer}."
+        attention = prefix + "self_attn."
+        if rank is None:
+            shapes |= _linears(attention, {"q_proj": (q, hidden)}, False)
+        else:
+            shapes |= _linears(attention, {"q_a_proj": (rank, hidden)}, bias)
+            shapes |= _linears(attention, {"q_a_layernorm": (rank,), "q_b_proj": (q, rank)}, False)
+        shapes |= _linears(attention, {"kv_a_proj_with_mqa": (latent + c["qk_rope_head_dim"], hidden)}, bias)
+        shapes |= _linears(attention, {"kv_a_layernorm": (latent,), "kv_b_proj": (kv, latent)}, False)
+        shapes |= _linears(attention, {"o_proj": (hidden, heads * c["v_head_dim"])}, bias)
+        if layer < c["first_k_dense_replace"]:
+            shapes |= _linears(prefix + "mlp.", _mlp(hidden, c["intermediate_size"]), False)
+        else:
+            inter = c["moe_intermediate_size"]
+            shapes |= {prefix + "mlp.gate.weight": (c["n_routed_experts"], hidden)}
+            for expert in range(c["n_routed_experts"]):
+                shapes |= _linears(f"{prefix}mlp.experts.{expert}.", _mlp(hidden, inter), False)
+            shared = _mlp(hidden, inter * c["n_shared_experts"])
+            shapes |= _linears(prefix + "mlp.shared_experts.", shared, False)
+        shapes |= _layer_norms(prefix, hidden)
+    return shapes | _tail(c)
+
+
+def _mlp(hidden: int, inter: int) -> Shapes:
+    return {"gate_proj": (inter, hidden), "up_proj": (inter, hidden), "down_proj": (hidden, inter)}
+
+
+def _linears(prefix: str, shapes: Shapes, bias: bool) -> Shapes:
+    weights = {f"{prefix}{name}.weight": shape for name, shape in shapes.items()}
+    return weights | ({f"{prefix}{name}.bias": shape[:1] for name, shape in shapes.items()} if bias else {})
+
+
+def _layer_norms(prefix: str, hidden: int) -> Shapes:
+    return {prefix + "input_layernorm.weight": (hidden,), prefix + "post_attention_layernorm.weight": (hidden,)}
+
+
+def _tail(c: dict[str, Any]) -> Shapes:
+    head = {} if c["tie_word_embeddings"] else {"lm_head.weight": (c["vocab_size"], c["hidden_size"])}
+    return {"model.norm.weight": (c["hidden_size"],), **head}
+
+
+def _split(options: dict[str, Any]) -> tuple[dict[str, Any], dict[str, Any]]:
+    """Options of the files, and the rest: keys of config.json."""
+    files = {key: options.pop(key) for key in ("shards", "seed", "tokenizer", "edit") if key in options}
+    return files, options
+
+
+def _copy(value: Any) -> Any:
+    return json.loads(json.dumps(value))  # transformers writes into the mapping it is given
