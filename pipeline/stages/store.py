@@ -1,0 +1,5 @@
+"""The content-addressed store of stage outputs."""
+
+from pipeline.workspace import FolderWorkspace, Workspace
+
+__all__ = ["FolderWorkspace", "Workspace"]
