@@ -1,0 +1,135 @@
+"""The `transformers` modules that everything is proved against and calibrated through, one decoder layer at a time.
+
+Built on the meta device and given their weights by assignment, so that a layer costs its own weights and no more.
+Attention is eager (the form whose arithmetic is written out), experts run in a loop (on a CPU two thirds of the time
+of the grouped form). Weights come under their on-disk names, as `pipeline.checkpoint.export.hf_layer_state` gives them.
+
+Shapes: B batch, T tokens, H hidden, E routed experts, I their width.
+"""
+
+from __future__ import annotations
+
+import copy
+from collections.abc import Mapping
+from typing import TYPE_CHECKING, Any, cast
+
+from pipeline.errors import CheckpointError
+
+if TYPE_CHECKING:
+    import torch
+
+# HF class -> (transformers package, prefix of its classes)
+MODULES = {
+    "LlamaForCausalLM": ("llama", "Llama"),
+    "DeepseekV2ForCausalLM": ("deepseek_v2", "DeepseekV2"),
+}
+# Keys that would make transformers load custom code, refuse our dtype, or look for a quantizer.
+OWN_KEYS = ("auto_map", "torch_dtype", "dtype", "quantization_config", "trtseek")
+
+
+def build_hf_layer(
+    config: Mapping[str, Any], layer: int, state: Mapping[str, torch.Tensor], dtype: torch.dtype
+) -> torch.nn.Module:
+    """The decoder layer `layer` of the model that `config` (a parsed config.json) describes, in eval mode on the CPU.
+
+    `state` maps names relative to the layer ("self_attn.q_proj.weight", "mlp.experts.3.up_proj.weight") to weights,
+    which are cast to `dtype`; the router alone is float32, as `transformers` keeps it. The module's weights share
+    memory with `state` where no cast is needed. Call it as
+    `module(hidden [B,T,H], attention_mask=causal_mask(T), position_embeddings=rotary(hidden, position_ids))`.
+    Raises CheckpointError for missing, left-over or misshapen weights.
+    """
+    import torch
+
+    module_source, hf_config, prefix = _load_classes(config)
+    with torch.device("meta"):
+        module = cast("torch.nn.Module", getattr(module_source, f"{prefix}DecoderLayer")(hf_config, layer))
+    wanted = {name: tuple(parameter.shape) for name, parameter in module.named_parameters()}
+    weights = _fuse_experts(state, wanted, dtype)
+    cast_to = {name: torch.float32 if name == "mlp.gate.weight" else dtype for name in weights}
+    _check_shapes(layer, wanted, weights)
+    module.load_state_dict({name: w.to(cast_to[name]) for name, w in weights.items()}, assign=True)
+    return module.eval().requires_grad_(False)
+
+
+def build_hf_rotary(config: Mapping[str, Any]) -> torch.nn.Module:
+    """The rotary embedding: `rotary(hidden [B,T,H], position_ids [B,T])` gives a layer's position_embeddings.
+
+    That is (cos, sin) of hidden's type for Llama, one complex tensor for DeepSeek-V2. `dynamic` scaling keeps state:
+    its frequencies grow with the largest position seen, so use a fresh module for every independent sequence.
+    """
+    module_source, hf_config, prefix = _load_classes(config)
+    module = cast("torch.nn.Module", getattr(module_source, f"{prefix}RotaryEmbedding")(hf_config))
+    return module.eval()
+
+
+def build_hf_norm(config: Mapping[str, Any], weight: torch.Tensor) -> torch.nn.Module:
+    """The final norm (model.norm), with `weight` [H] in the type it comes in."""
+    import torch
+
+    module_source, hf_config, prefix = _load_classes(config)
+    with torch.device("meta"):
+        norm_class = getattr(module_source, f"{prefix}RMSNorm")
+        module = cast("torch.nn.Module", norm_class(hf_config.hidden_size, eps=hf_config.rms_norm_eps))
+    module.load_state_dict({"weight": weight}, assign=True)
+    return module.eval().requires_grad_(False)
+
+
+def causal_mask(tokens: int, dtype: torch.dtype) -> torch.Tensor:
+    """The additive mask [1, 1, T, T] of one sequence from position 0; eager layers attend to everything without it."""
+    import torch
+
+    return torch.full((tokens, tokens), torch.finfo(dtype).min, dtype=dtype).triu(1)[None, None]
+
+
+def _load_classes(config: Mapping[str, Any]) -> tuple[Any, Any, str]:
+    """The transformers module of the architecture, its config object, and the prefix of its class names."""
+    import importlib
+
+    names = config.get("architectures") or [None]
+    if names[0] not in MODULES:
+        raise CheckpointError(
+            f"architecture {names[0]} has no transformers reference here", hint=f"known: {', '.join(MODULES)}"
+        )
+    package, prefix = MODULES[names[0]]
+    module_source = importlib.import_module(f"transformers.models.{package}.modeling_{package}")
+    config_source = importlib.import_module(f"transformers.models.{package}.configuration_{package}")
+    # transformers writes into the rope mapping that it is given.
+    values = {key: copy.deepcopy(value) for key, value in config.items() if key not in OWN_KEYS}
+    hf_config = getattr(config_source, f"{prefix}Config")(**values)
+    hf_config._attn_implementation = "eager"
+    hf_config._experts_implementation = "eager"
+    return module_source, hf_config, prefix
+
+
+def _fuse_experts(
+    state: Mapping[str, torch.Tensor], wanted: Mapping[str, tuple[int, ...]], dtype: torch.dtype
+) -> dict[str, torch.Tensor]:
+    """Gathers mlp.experts.N.{gate,up,down}_proj into transformers 5's [E, 2I, H] (gate first) and [E, H, I]."""
+    import torch
+
+    weights = dict(state)
+    for fused, parts in (("gate_up_proj", ("gate_proj", "up_proj")), ("down_proj", ("down_proj",))):
+        target = f"mlp.experts.{fused}"
+        if target not in wanted:
+            continue
+        whole = torch.empty(wanted[target], dtype=dtype)
+        for expert in range(whole.shape[0]):
+            for part, rows in zip(parts, whole[expert].chunk(len(parts)), strict=True):
+                name = f"mlp.experts.{expert}.{part}.weight"
+                if name not in state or state[name].shape != rows.shape:
+                    found = f"has shape {list(state[name].shape)}" if name in state else "is missing"
+                    raise CheckpointError(f"{name} {found}; transformers' module wants {list(rows.shape)}")
+                rows.copy_(weights.pop(name))
+        weights[target] = whole
+    return weights
+
+
+def _check_shapes(layer: int, wanted: Mapping[str, tuple[int, ...]], weights: Mapping[str, torch.Tensor]) -> None:
+    found = {name: tuple(w.shape) for name, w in weights.items()}
+    wrong = sorted(name for name in wanted.keys() | found.keys() if wanted.get(name) != found.get(name))
+    if wrong:
+        name = wrong[0]
+        raise CheckpointError(
+            f"layer {layer}: {name} has shape {found.get(name)}, transformers' module wants {wanted.get(name)}",
+            hint=f"{len(wrong)} weights differ between the checkpoint's layout and transformers' module",
+        )

@@ -1,0 +1,89 @@
+"""One layer at a time gives the whole transformers model's logits."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from safetensors.torch import load_file
+
+from pipeline.checkpoint.reference import build_hf_layer, build_hf_norm, build_hf_rotary, causal_mask
+from pipeline.errors import CheckpointError
+from tests import fixtures
+
+TOKENS = 96  # beyond the 64 positions of the original context of the yarn and llama3 fixtures
+CASES: list[tuple[Any, dict[str, Any]]] = [
+    *[(fixtures.llama, {"rope": rope}) for rope in fixtures.LLAMA_ROPES],
+    (fixtures.llama, {"attention_bias": True, "mlp_bias": True}),
+    (fixtures.deepseek_v2, {}),
+    (fixtures.deepseek_v2, {"q_lora_rank": None, "topk_method": "greedy", "rope": "default"}),
+]
+
+
+def load_all(path: Path) -> dict[str, torch.Tensor]:
+    return {name: t for file in sorted(path.glob("*.safetensors")) for name, t in load_file(file).items()}
+
+
+def layer_state(tensors: dict[str, torch.Tensor], layer: int) -> dict[str, torch.Tensor]:
+    prefix = f"model.layers.{layer}."
+    return {name.removeprefix(prefix): t for name, t in tensors.items() if name.startswith(prefix)}
+
+
+@pytest.mark.parametrize(("write", "options"), CASES)
+def test_layers_give_whole_models_logits(write: Any, options: dict[str, Any], tmp_path: Path) -> None:
+    from transformers import AutoModelForCausalLM
+
+    path = write(tmp_path / "m", **options)
+    ids = torch.arange(TOKENS)[None] * 37 % 512
+    whole = AutoModelForCausalLM.from_pretrained(path, dtype=torch.float32, attn_implementation="eager")
+    with torch.no_grad():
+        expected = whole(ids).logits
+    config, tensors = json.loads((path / "config.json").read_text()), load_all(path)
+    hidden = torch.nn.functional.embedding(ids, tensors["model.embed_tokens.weight"].float())
+    embeddings = build_hf_rotary(config)(hidden, torch.arange(TOKENS)[None])
+    for layer in range(config["num_hidden_layers"]):
+        module = build_hf_layer(config, layer, layer_state(tensors, layer), torch.float32)
+        hidden = module(hidden, attention_mask=causal_mask(TOKENS, hidden.dtype), position_embeddings=embeddings)
+    hidden = build_hf_norm(config, tensors["model.norm.weight"].float())(hidden)
+    logits = hidden @ tensors["lm_head.weight"].float().T
+    assert (logits - expected).abs().max() < 1e-5
+
+
+def test_config_is_left_alone(deepseek_v2_path: Path) -> None:
+    config = json.loads((deepseek_v2_path / "config.json").read_text())
+    before = json.dumps(config)
+    build_hf_rotary(config)
+    assert json.dumps(config) == before
+
+
+def test_only_the_router_stays_float32(deepseek_v2_path: Path) -> None:
+    config = json.loads((deepseek_v2_path / "config.json").read_text())
+    module = build_hf_layer(config, 1, layer_state(load_all(deepseek_v2_path), 1), torch.bfloat16)
+    types = {name: parameter.dtype for name, parameter in module.named_parameters()}
+    assert {name for name, dtype in types.items() if dtype != torch.bfloat16} == {"mlp.gate.weight"}
+    assert types["mlp.gate.weight"] == torch.float32
+
+
+@pytest.mark.parametrize(
+    ("name", "damage"),
+    [
+        ("mlp.experts.3.up_proj.weight", "missing"),
+        ("mlp.experts.3.down_proj.weight", "shape"),
+        ("self_attn.o_proj.weight", "missing"),
+        ("self_attn.kv_b_proj.weight", "shape"),
+        ("self_attn.surplus.weight", "extra"),
+        ("mlp.experts.16.up_proj.weight", "extra"),
+    ],
+)
+def test_wrong_state_is_refused_by_name(name: str, damage: str, deepseek_v2_path: Path) -> None:
+    config = json.loads((deepseek_v2_path / "config.json").read_text())
+    state = layer_state(load_all(deepseek_v2_path), 1)
+    if damage == "missing":
+        del state[name]
+    else:
+        state[name] = torch.zeros(3, 5)
+    with pytest.raises(CheckpointError, match=name.replace(".", r"\.")):
+        build_hf_layer(config, 1, state, torch.float32)
