@@ -1,0 +1,71 @@
+"""What a caller chooses about a network, apart from the checkpoint: written to JSON, so that it can be built again."""
+
+from __future__ import annotations
+
+import json
+from dataclasses import asdict, dataclass, fields
+from typing import TYPE_CHECKING, Any
+
+from pipeline.errors import CompatibilityError
+
+if TYPE_CHECKING:
+    from pipeline.checkpoint.architecture import Architecture
+
+DTYPES = ("float32", "float16", "bfloat16")
+MOE_LOWERINGS = ("dense", "gather")
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class NetworkSpec:
+    """The choices behind one network.
+
+    dtype: the model's type, float32, float16 or bfloat16: the checkpoint's own.
+    block_size: rows of one cache block.
+    max_seq_len: rows of the RoPE tables, the longest sequence that can be served.
+    moe: how routed experts are lowered: "dense" computes every expert for every token, "gather" fetches each token's
+        experts (for engines that only generate).
+    layers: the decoder layers [a, b) that the network holds; None for all.
+    """
+
+    dtype: str
+    max_seq_len: int
+    block_size: int = 64
+    moe: str = "dense"
+    layers: tuple[int, int] | None = None
+
+    def __post_init__(self) -> None:
+        if self.dtype not in DTYPES:
+            raise CompatibilityError(f"network dtype {self.dtype!r} is unknown", hint=f"one of {', '.join(DTYPES)}")
+        if self.moe not in MOE_LOWERINGS:
+            raise CompatibilityError(f"moe lowering {self.moe!r} is unknown", hint=f"one of {', '.join(MOE_LOWERINGS)}")
+        if self.block_size < 1 or self.max_seq_len < 1:
+            raise CompatibilityError(
+                f"block_size {self.block_size} and max_seq_len {self.max_seq_len} must be positive",
+                hint="set both under stages.build",
+            )
+
+    def layer_range(self, architecture: Architecture) -> tuple[int, int]:
+        """The slice [a, b) in full. Raises CompatibilityError where it is empty or leaves the model."""
+        first, last = self.layers or (0, architecture.num_layers)
+        if not 0 <= first < last <= architecture.num_layers:
+            raise CompatibilityError(
+                f"layers [{first}, {last}) is no slice of a model of {architecture.num_layers} layers",
+                hint="give a first layer and the one after the last",
+            )
+        return first, last
+
+    def to_json(self) -> str:
+        return json.dumps(asdict(self), sort_keys=True)
+
+    @classmethod
+    def from_json(cls, text: str) -> NetworkSpec:
+        """The inverse of `to_json`. Raises CompatibilityError for an unknown or missing key."""
+        values: dict[str, Any] = json.loads(text)
+        known = {f.name for f in fields(cls)}
+        if values.keys() - known or {"dtype", "max_seq_len"} - values.keys():
+            raise CompatibilityError(
+                f"network description has the keys {', '.join(sorted(values))}, not {', '.join(sorted(known))}",
+                hint="it was written by another version of trtseek: package the engine again",
+            )
+        layers = values.get("layers")
+        return cls(**{**values, "layers": None if layers is None else (int(layers[0]), int(layers[1]))})
