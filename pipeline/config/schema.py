@@ -10,9 +10,11 @@ from __future__ import annotations
 from pathlib import Path
 from typing import Annotated, Any, Literal, Self
 
-from pydantic import AfterValidator, BaseModel, ConfigDict, Field, model_validator
+from pydantic import AfterValidator, BaseModel, ConfigDict, Field, PrivateAttr, model_validator
+from pydantic_core import PydanticCustomError
 
 from pipeline.config.gpus import GPU, find_gpu, load_gpus
+from pipeline.errors import ConfigError
 
 # Which linears `stages.quantize.include` may name; the norms, the router, the embedding and the head are not among
 # them: their share of the bytes is small and their share of the error is not.
@@ -20,6 +22,13 @@ Role = Literal["experts", "shared_experts", "mlp", "attention_output", "attentio
 Dtype = Literal["float16", "bfloat16", "float32"]
 Positive = Annotated[int, Field(ge=1, le=2**31 - 1)]
 Ratio = Annotated[float, Field(gt=0)]
+
+
+def _name_gpu(name: str) -> str:
+    try:
+        return find_gpu(name).name
+    except ConfigError as error:
+        raise PydanticCustomError("unknown_gpu", "{problem}", {"problem": error.message, "hint": error.hint}) from error
 
 
 def _list_gpus(schema: dict[str, Any]) -> None:
@@ -47,7 +56,7 @@ class Parallel(_Section):
 class Target(_Section):
     """What the engine is built for."""
 
-    gpu: Annotated[str, AfterValidator(lambda name: find_gpu(name).name)] = Field(
+    gpu: Annotated[str, AfterValidator(_name_gpu)] = Field(
         description="The GPU's name, e.g. A100-80GB; `trtseek schema` lists all that are known.",
         json_schema_extra=_list_gpus,
     )
@@ -178,7 +187,7 @@ class GenerationProfile(_Section):
 class Build(_Section):
     """Limits of the engine. Workspace grows with the largest batch x length rectangle, not with the KV cache."""
 
-    block_size: int = Field(default=64, description="Tokens per KV cache block: a power of two from 16 to 256.")
+    block_size: Literal[16, 32, 64, 128, 256] = Field(default=64, description="Tokens per KV cache block.")
     max_seq_len: Positive = Field(default=4096, description="Longest sequence, prompt and answer together, in tokens.")
     max_batch_size: Positive = Field(default=16, description="Sequences in flight, at most.")
     max_num_tokens: Positive = Field(
@@ -255,6 +264,17 @@ class Config(_Section):
     target: Target = Field(description="What the engine is built for.")
     output: Path = Field(default=Path("out"), description="Results go to <output>/<name>, the store to <output>/store.")
     stages: Stages = Field(default=Stages(), description="Settings of each stage.")
+
+    _origins: dict[str, str] = PrivateAttr(default_factory=dict)
+
+    def remember_origins(self, origins: dict[str, str]) -> None:
+        """Keeps `file:line` of every key, for `locate`."""
+        self._origins.update(origins)
+
+    def locate(self, key: str) -> str:
+        """`key` as messages name it: with the file and line that set it, or alone where a default holds."""
+        origin = self._origins.get(key)
+        return f"{origin}: {key}" if origin else key
 
     @model_validator(mode="after")
     def _refuse_store_name(self) -> Self:

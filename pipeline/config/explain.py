@@ -1,0 +1,122 @@
+"""pydantic's validation errors as one ConfigError: file and line of the value, its key, and the nearest valid one."""
+
+from __future__ import annotations
+
+import difflib
+from collections.abc import Iterator, Mapping
+from typing import Any, get_args
+
+from pydantic import BaseModel, ValidationError
+
+from pipeline.config.document import Located
+from pipeline.config.schema import Config
+from pipeline.errors import ConfigError
+
+# What pydantic's commoner messages say, in the words of a config file. Filled with the error's `ctx` and `input`.
+_MESSAGES = {
+    "missing": "is missing",
+    "extra_forbidden": "is not a setting",
+    "literal_error": "must be {expected}, not {input}",
+    "int_type": "must be a whole number, not {input}",
+    "float_type": "must be a number, not {input}",
+    "bool_type": "must be true or false, not {input}",
+    "string_type": "must be text, not {input}",
+    "path_type": "must be a path, not {input}",
+    "tuple_type": "must be a list, not {input}",
+    "model_type": "must be a map of settings, not {input}",
+    "greater_than_equal": "must be at least {ge}, not {input}",
+    "greater_than": "must be more than {gt}, not {input}",
+    "less_than_equal": "must be at most {le}, not {input}",
+    "finite_number": "must be a finite number",
+    "too_short": "must have at least {min_length} item(s)",
+    "string_too_short": "must not be empty",
+    "string_pattern_mismatch": "must match {pattern}, not {input}",
+}
+
+
+def explain(error: ValidationError, tree: Located) -> ConfigError:
+    """`tree` is the composed document that was refused."""
+    problems = []
+    for item in error.errors(include_url=False):
+        path = tuple(item["loc"])
+        key = ".".join(map(str, path))
+        text = f"{_find_origin(tree, path)}: {key}: {_describe(item)}" if key else _describe(item)
+        problems.append((text, _suggest(item, path)))
+    if len(problems) == 1:
+        return ConfigError(problems[0][0], hint=problems[0][1])
+    return ConfigError("\n".join(f"{text} ({hint})" if hint else text for text, hint in problems))
+
+
+def _find_origin(tree: Located, path: tuple[str | int, ...]) -> str:
+    """The origin of the value at `path`, or of the innermost map or list around it that was written."""
+    for part in path:
+        try:
+            tree = tree.value[part]
+        except (KeyError, IndexError, TypeError):
+            break
+    return str(tree.origin)
+
+
+def _describe(item: Mapping[str, Any]) -> str:
+    values = {**item.get("ctx", {}), "input": _show(item.get("input"))}
+    template = _MESSAGES.get(item["type"])
+    return template.format(**values) if template else str(item["msg"]).removeprefix("Value error, ")
+
+
+def _show(value: object) -> str:
+    text = (
+        {True: "true", False: "false", None: "an empty value"}.get(value)
+        if isinstance(value, (bool, type(None)))
+        else None
+    )
+    text = text or repr(value)
+    return text if len(text) <= 60 else text[:57] + "..."
+
+
+def _suggest(item: Mapping[str, Any], path: tuple[str | int, ...]) -> str:
+    if item["type"] == "extra_forbidden":
+        return _suggest_key(path)
+    if item["type"] == "literal_error" and isinstance(item["input"], str):
+        choices = [choice.strip().strip("'") for choice in item["ctx"]["expected"].replace(" or ", ",").split(",")]
+        near = difflib.get_close_matches(item["input"], choices, n=1)
+        return f"did you mean {near[0]}?" if near else ""
+    if item["type"] in ("int_type", "float_type", "bool_type") and isinstance(item["input"], str):
+        return f"write {item['loc'][-1]} without quotes; only true and false are truth values"
+    if item["type"] == "model_type" and item["input"] is None:
+        return f"{item['loc'][-1]} is empty: give it settings or leave it out"
+    return str(item.get("ctx", {}).get("hint", ""))
+
+
+def _suggest_key(path: tuple[str | int, ...]) -> str:
+    *above, wrong = path
+    siblings = _list_fields(above)
+    if near := difflib.get_close_matches(str(wrong), siblings, n=1):
+        return f"did you mean {'.'.join(map(str, [*above, near[0]]))}?"
+    everywhere = {key: ".".join(key) for key in _list_keys(Config)}
+    if found := [text for key, text in everywhere.items() if key[-1] == wrong]:
+        return f"did you mean {' or '.join(found)}?"
+    return f"known here: {', '.join(siblings)}"
+
+
+def _list_fields(path: list[str | int]) -> list[str]:
+    """The keys that the section at `path` takes."""
+    section: type[BaseModel] = Config
+    for part in path:
+        if isinstance(part, str):
+            section = next(iter(_list_sections(section.model_fields[part].annotation)))
+    return list(section.model_fields)
+
+
+def _list_keys(section: type[BaseModel]) -> Iterator[tuple[str, ...]]:
+    for name, info in section.model_fields.items():
+        yield (name,)
+        for child in _list_sections(info.annotation):
+            yield from ((name, *rest) for rest in _list_keys(child))
+
+
+def _list_sections(annotation: Any) -> Iterator[type[BaseModel]]:
+    """The models that a field's annotation holds: itself, or in a tuple or union."""
+    if isinstance(annotation, type) and issubclass(annotation, BaseModel):
+        yield annotation
+    for argument in get_args(annotation):
+        yield from _list_sections(argument)
