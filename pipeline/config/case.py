@@ -1,0 +1,119 @@
+"""What the compatibility rules look at: a config, the model it names, and numbers derived from both."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass
+from fnmatch import fnmatchcase
+from functools import cached_property
+from typing import TYPE_CHECKING
+
+if TYPE_CHECKING:
+    from pipeline.checkpoint.architecture import Architecture
+    from pipeline.checkpoint.tensors import TensorInfo
+    from pipeline.config.gpus import GPU
+    from pipeline.config.schema import Build, Config, Parallel, Quantize
+
+GROUP_SIZES = (128, 64, 32)  # what TensorRT's INT4 dequantization takes
+# Linears whose input is what tensor parallelism splits; the others are split by their output rows.
+ROW_PARALLEL = ("attention.dense", "mlp.proj", "shared_expert.proj")
+NEVER_QUANTIZED = ("router", "norm", "embedding", "head")
+FP8_TYPES = ("F8_E4M3", "F8_E5M2")
+# Kinds of RoPE whose long-context form is a fixed table. `dynamic` is not: its base grows with each sequence.
+STATIC_ROPES = ("default", "linear", "yarn", "llama3")
+
+
+@dataclass(frozen=True, kw_only=True)
+class Linear:
+    """One weight matrix of the engine checkpoint that has a quantizable role. `name` is without `.weight`."""
+
+    name: str
+    role: str
+    out_features: int
+    in_features: int
+
+    @property
+    def is_row_parallel(self) -> bool:
+        return self.name.endswith(ROW_PARALLEL)
+
+    def pick_group(self, wanted: int) -> int | None:
+        """The largest group size not above `wanted` that divides the input; None where none does."""
+        return next((size for size in GROUP_SIZES if size <= wanted and self.in_features % size == 0), None)
+
+
+@dataclass(frozen=True, kw_only=True)
+class Case:
+    """`tensors` are the source checkpoint's headers, by name."""
+
+    config: Config
+    architecture: Architecture
+    tensors: Mapping[str, TensorInfo]
+
+    @property
+    def gpu(self) -> GPU:
+        return self.config.target.device
+
+    @property
+    def parallel(self) -> Parallel:
+        return self.config.target.parallel
+
+    @property
+    def build(self) -> Build:
+        return self.config.stages.build
+
+    @property
+    def quantize(self) -> Quantize:
+        return self.config.stages.quantize
+
+    @property
+    def dtype(self) -> str:
+        """The type of the engine's 16/32-bit weights."""
+        return self.config.stages.convert.dtype or self.architecture.dtype
+
+    @property
+    def is_int4(self) -> bool:
+        return self.quantize.method in ("awq", "rtn")
+
+    @cached_property
+    def context_limit(self) -> int:
+        """The longest sequence that the model and a static RoPE table can hold.
+
+        `max_position_embeddings` is the scaled limit already: DeepSeek-Coder states 16384 for 4096 x 4 (linear),
+        DeepSeek-V2 163840 for 4096 x 40 (yarn), Llama 3.1 131072. Models of Qwen's kind state the unscaled one beside
+        a yarn block, so yarn takes the larger. With `dynamic` it is the unscaled limit, up to which frequencies are
+        constant.
+        """
+        stated = self.architecture.max_position_embeddings
+        rope = self.architecture.rope
+        original = int(rope.get("original_max_position_embeddings", 0))
+        if rope.kind == "yarn":
+            return max(stated, int(original * rope.get("factor", 1.0)))
+        if rope.kind == "dynamic" and original:
+            return min(stated, original)
+        return stated
+
+    @cached_property
+    def linears(self) -> tuple[Linear, ...]:
+        """Every linear with a quantizable role, whether the config includes it or not."""
+        from pipeline.checkpoint.layouts import layout_for
+
+        return tuple(
+            Linear(
+                name=m.target.removesuffix(".weight"),
+                role=m.role,
+                out_features=m.target_shape[0],
+                in_features=m.target_shape[1],
+            )
+            for m in layout_for(self.architecture).mappings()
+            if m.role not in NEVER_QUANTIZED and len(m.target_shape) == 2
+        )
+
+    @cached_property
+    def chosen(self) -> tuple[Linear, ...]:
+        """The linears that include and exclude leave."""
+        return tuple(
+            linear
+            for linear in self.linears
+            if linear.role in self.quantize.include
+            and not any(fnmatchcase(linear.name, pattern) for pattern in self.quantize.exclude)
+        )

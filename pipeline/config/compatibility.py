@@ -1,0 +1,44 @@
+"""Refuses, before any work, what model, target and settings cannot do together. The rules: `rules.py`."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Mapping
+from typing import TYPE_CHECKING
+
+from pipeline.config.case import Case
+from pipeline.config.notes import NOTES, UNBUILT
+from pipeline.config.rules import RULES, Rule
+from pipeline.errors import CompatibilityError
+
+if TYPE_CHECKING:
+    from pipeline.checkpoint.architecture import Architecture
+    from pipeline.checkpoint.tensors import TensorInfo
+    from pipeline.config.schema import Config
+
+
+def check_compatibility(
+    config: Config, architecture: Architecture, tensors: Mapping[str, TensorInfo]
+) -> tuple[str, ...]:
+    """What a user must know about a combination that works, one sentence each; for `validate` and `plan` to show.
+
+    `tensors` are the source checkpoint's headers. Raises CompatibilityError: each broken rule's reason and way out.
+    """
+    case = Case(config=config, architecture=architecture, tensors=tensors)
+    _refuse(RULES, case)
+    notes = (rule.find(case) for rule in (*NOTES, *UNBUILT))
+    return tuple(note for note in notes if note)
+
+
+def check_buildable(config: Config, architecture: Architecture, tensors: Mapping[str, TensorInfo]) -> tuple[str, ...]:
+    """`check_compatibility`, and refuses besides what is valid but not carried out by this version."""
+    notes = check_compatibility(config, architecture, tensors)
+    _refuse(UNBUILT, Case(config=config, architecture=architecture, tensors=tensors))
+    return notes
+
+
+def _refuse(rules: Iterable[Rule], case: Case) -> None:
+    broken = [(rule, problem) for rule in rules if (problem := rule.find(case))]
+    if not broken:
+        return
+    message = "\n".join(f"{case.config.locate(rule.key)}: {problem}" for rule, problem in broken)
+    raise CompatibilityError(message, hint="; ".join(dict.fromkeys(rule.way_out for rule, _ in broken)))

@@ -1,0 +1,50 @@
+"""What works but must be known (NOTES), and what is valid but not carried out by this version (UNBUILT)."""
+
+from __future__ import annotations
+
+import re
+from collections import Counter
+
+from pipeline.config.case import Case
+from pipeline.config.rules import Rule
+
+
+def _note_backend(case: Case) -> str | None:
+    return case.gpu.notes.get(case.config.target.backend)
+
+
+def _note_smaller_groups(case: Case) -> str | None:
+    wanted = case.quantize.group_size
+    groups = Counter(
+        (re.sub(r"\b\d+\b", "*", linear.name), group)
+        for linear in (case.chosen if case.is_int4 else ())
+        if (group := linear.pick_group(wanted)) != wanted
+    )
+    texts = [
+        f"{name} ({n}x): {f'groups of {group}' if group else 'stays 16-bit'}" for (name, group), n in groups.items()
+    ]
+    return f"group size {wanted} does not divide every input: {'; '.join(texts)}" if texts else None
+
+
+NOTES: tuple[Rule, ...] = (
+    Rule("backend_of_gpu", "target.backend", _note_backend, ""),
+    Rule("smaller_groups", "stages.quantize.group_size", _note_smaller_groups, ""),
+)
+
+
+def _find_parallel(case: Case) -> str | None:
+    p = case.parallel
+    if p.tensor == p.pipeline == p.expert == 1:
+        return None
+    return f"tensor {p.tensor}, pipeline {p.pipeline}, expert {p.expert}: engines over several GPUs come later"
+
+
+def _find_fp8_method(case: Case) -> str | None:
+    return "FP8 quantization is not part of this version" if case.quantize.method == "fp8" else None
+
+
+# Valid settings that this version does not carry out yet: `validate` notes them, running refuses them.
+UNBUILT: tuple[Rule, ...] = (
+    Rule("one_gpu", "target.parallel", _find_parallel, "set every parallel size to 1"),
+    Rule("int4_only", "stages.quantize.method", _find_fp8_method, "use awq, rtn or none"),
+)

@@ -1,0 +1,255 @@
+"""The compatibility rules as a table: what model, target and settings cannot do together, why, and the way out."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass
+from fnmatch import fnmatchcase
+
+from pipeline.config.case import FP8_TYPES, STATIC_ROPES, Case
+from pipeline.config.gpus import supported_sms
+
+
+@dataclass(frozen=True, slots=True)
+class Rule:
+    """`find` returns what is wrong, or None; `key` is the setting to look at, `way_out` what to do."""
+
+    name: str
+    key: str
+    find: Callable[[Case], str | None]
+    way_out: str
+
+
+def _find_unsupported_sm(case: Case) -> str | None:
+    gpu, backend = case.gpu, case.config.target.backend
+    if backend in gpu.backends:
+        return None
+    known = ", ".join(f"SM{sm}" for sm in supported_sms(backend))
+    return f"{backend} builds no engines for the {gpu.name} (SM{gpu.sm}); it builds for {known}"
+
+
+def _find_fp8(case: Case) -> str | None:
+    if case.gpu.has("fp8"):
+        return None
+    stored = next((t.name for t in case.tensors.values() if t.dtype in FP8_TYPES), None)
+    what = "method fp8" if case.quantize.method == "fp8" else f"the FP8 tensor {stored}" if stored else None
+    return f"{what} needs FP8 tensor cores, SM89 or later; the {case.gpu.name} is SM{case.gpu.sm}" if what else None
+
+
+def _find_bf16(case: Case) -> str | None:
+    if case.dtype != "bfloat16" or case.gpu.has("bf16"):
+        return None
+    return f"weights in bfloat16 need SM80 or later; the {case.gpu.name} is SM{case.gpu.sm}"
+
+
+def _split(count: int, what: str, size: int, how: str) -> str | None:
+    return f"{how} parallel size {size} does not divide the model's {count} {what}" if count % size else None
+
+
+def _find_unsplit_heads(case: Case) -> str | None:
+    return _split(case.architecture.num_heads, "attention heads", case.parallel.tensor, "tensor")
+
+
+def _find_unsplit_kv_heads(case: Case) -> str | None:
+    if case.architecture.latent is not None:
+        return None  # the latent is one head that every rank holds
+    return _split(case.architecture.num_kv_heads, "key/value heads", case.parallel.tensor, "tensor")
+
+
+def _find_unsplit_mlp(case: Case) -> str | None:
+    a, size = case.architecture, case.parallel.tensor
+    problem = _split(a.intermediate_size, "MLP columns (intermediate_size)", size, "tensor")
+    if problem is None and a.experts is not None:
+        problem = _split(a.experts.intermediate_size, "expert columns (moe_intermediate_size)", size, "tensor")
+    return problem
+
+
+def _find_unsplit_experts(case: Case) -> str | None:
+    size, experts = case.parallel.expert, case.architecture.experts
+    if experts is None:
+        return (
+            f"expert parallel size {size}, but {case.architecture.name} here has no routed experts"
+            if size > 1
+            else None
+        )
+    return _split(experts.num_routed, "routed experts", size, "expert")
+
+
+def _find_unsplit_layers(case: Case) -> str | None:
+    return _split(case.architecture.num_layers, "decoder layers", case.parallel.pipeline, "pipeline")
+
+
+def _find_unmatched_exclude(case: Case) -> str | None:
+    if not case.is_int4:
+        return None
+    unused = [p for p in case.quantize.exclude if not any(fnmatchcase(linear.name, p) for linear in case.linears)]
+    return f"{', '.join(unused)} matches no linear of the model" if unused else None
+
+
+def _find_nothing_chosen(case: Case) -> str | None:
+    if not case.is_int4 or case.chosen:
+        return None
+    roles = sorted({linear.role for linear in case.linears})
+    return f"no linear is left to quantize; the model has {', '.join(roles)}"
+
+
+def _find_no_group(case: Case) -> str | None:
+    if not case.is_int4 or not case.chosen:
+        return None
+    if any(linear.pick_group(case.quantize.group_size) for linear in case.chosen):
+        return None
+    widths = sorted({linear.in_features for linear in case.chosen})
+    return f"no group size up to {case.quantize.group_size} divides any input width ({', '.join(map(str, widths))})"
+
+
+def _find_cut_group(case: Case) -> str | None:
+    size = case.parallel.tensor
+    if not case.is_int4 or size == 1:
+        return None
+    for linear in case.chosen:
+        group = linear.pick_group(case.quantize.group_size)
+        if group and linear.is_row_parallel and linear.in_features % (size * group):
+            return (
+                f"tensor parallel size {size} cuts INT4 groups of {linear.name}: "
+                f"{linear.in_features} inputs are not a multiple of {size} x {group}"
+            )
+    return None
+
+
+def _find_long_sequences(case: Case) -> str | None:
+    limit, wanted, rope = case.context_limit, case.build.max_seq_len, case.architecture.rope
+    if wanted <= limit:
+        return None
+    if rope.kind not in STATIC_ROPES:
+        return (
+            f"{wanted} tokens are beyond the original context of {limit}; there {rope.kind} RoPE changes its base with "
+            "each sequence's length, and an engine holds one table"
+        )
+    return f"{wanted} tokens are more than the model's context of {limit}"
+
+
+def _find_long_text(case: Case) -> str | None:
+    q, heldout = case.quantize, case.config.stages.verify.heldout
+    pieces = {"calibration.length": q.calibration.length if q.method == "awq" else 0, "heldout.window": heldout.window}
+    return next(
+        (
+            f"{key} {n} is more than the model's context of {case.context_limit}"
+            for key, n in pieces.items()
+            if n > case.context_limit
+        ),
+        None,
+    )
+
+
+def _find_large_profile(case: Case) -> str | None:
+    build = case.build
+    for profile in build.profiles:
+        if profile.batch > build.max_batch_size:
+            return f"a batch of {profile.batch} is more than max_batch_size {build.max_batch_size}"
+        if profile.length > build.max_seq_len:
+            return f"a length of {profile.length} is more than max_seq_len {build.max_seq_len}"
+    return None
+
+
+def _find_few_rows(case: Case) -> str | None:
+    rows, batch = case.build.max_num_tokens, case.build.max_batch_size
+    return f"{rows} rows cannot hold one token of each of {batch} sequences (max_batch_size)" if rows < batch else None
+
+
+def _find_small_pool(case: Case) -> str | None:
+    need = 1 + -(-case.build.max_seq_len // case.build.block_size)
+    if case.build.pool_blocks >= need:
+        return None
+    return (
+        f"{case.build.pool_blocks} blocks of {case.build.block_size} tokens cannot hold one sequence of max_seq_len "
+        f"{case.build.max_seq_len}: {need} are needed, one of them to pad with"
+    )
+
+
+def _find_gathered_context(case: Case) -> str | None:
+    build, experts = case.build, case.architecture.experts
+    if build.moe != "gather" or experts is None or build.max_num_tokens <= build.max_batch_size:
+        return None
+    return (
+        f"gather copies {experts.top_k} experts' weights for every row, and a context step has up to "
+        f"{build.max_num_tokens} rows (max_num_tokens)"
+    )
+
+
+RULES: tuple[Rule, ...] = (
+    Rule("sm_of_backend", "target.gpu", _find_unsupported_sm, "use backend: tensorrt on a host with that GPU"),
+    Rule(
+        "fp8_needs_sm89",
+        "target.gpu",
+        _find_fp8,
+        "take a GPU of SM89 or later, or INT4 (method: awq) on a 16-bit checkpoint",
+    ),
+    Rule("bf16_needs_sm80", "stages.convert.dtype", _find_bf16, "set stages.convert.dtype: float16"),
+    Rule("tensor_divides_heads", "target.parallel.tensor", _find_unsplit_heads, "take a divisor of the head count"),
+    Rule(
+        "tensor_divides_kv_heads",
+        "target.parallel.tensor",
+        _find_unsplit_kv_heads,
+        "take a divisor of num_key_value_heads",
+    ),
+    Rule("tensor_divides_mlp", "target.parallel.tensor", _find_unsplit_mlp, "take a divisor of the intermediate size"),
+    Rule(
+        "expert_divides_experts", "target.parallel.expert", _find_unsplit_experts, "take a divisor of n_routed_experts"
+    ),
+    Rule(
+        "pipeline_divides_layers",
+        "target.parallel.pipeline",
+        _find_unsplit_layers,
+        "take a divisor of num_hidden_layers",
+    ),
+    Rule(
+        "exclude_matches",
+        "stages.quantize.exclude",
+        _find_unmatched_exclude,
+        "names look like transformer.layers.0.mlp.fc",
+    ),
+    Rule(
+        "something_to_quantize",
+        "stages.quantize.include",
+        _find_nothing_chosen,
+        "name other roles, or set method: none",
+    ),
+    Rule(
+        "group_divides_something",
+        "stages.quantize.group_size",
+        _find_no_group,
+        "take a smaller group_size, or set method: none",
+    ),
+    Rule(
+        "tensor_keeps_groups",
+        "target.parallel.tensor",
+        _find_cut_group,
+        "take a smaller group_size or tensor parallel size",
+    ),
+    Rule("context_of_model", "stages.build.max_seq_len", _find_long_sequences, "lower max_seq_len"),
+    Rule("text_within_context", "stages", _find_long_text, "shorten the pieces"),
+    Rule(
+        "profiles_within_limits",
+        "stages.build.generation",
+        _find_large_profile,
+        "raise the limit or shrink the profile",
+    ),
+    Rule(
+        "rows_hold_batch",
+        "stages.build.max_num_tokens",
+        _find_few_rows,
+        "raise max_num_tokens to max_batch_size or more",
+    ),
+    Rule(
+        "pool_holds_sequence",
+        "stages.build.max_blocks",
+        _find_small_pool,
+        "raise max_blocks, or add a profile of max_seq_len",
+    ),
+    Rule(
+        "gather_is_for_generation",
+        "stages.build.moe",
+        _find_gathered_context,
+        "use moe: dense, or lower max_num_tokens to max_batch_size",
+    ),
+)

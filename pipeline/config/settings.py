@@ -1,0 +1,193 @@
+"""The settings of each stage. Defaults are chosen so that a config may leave all of them out; see `schema.py`."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Annotated, Literal
+
+from pydantic import BaseModel, ConfigDict, Field
+
+# Which linears `stages.quantize.include` may name; the norms, the router, the embedding and the head are not among
+# them: their share of the bytes is small and their share of the error is not.
+Role = Literal["experts", "shared_experts", "mlp", "attention_output", "attention_input", "attention_latent"]
+Dtype = Literal["float16", "bfloat16", "float32"]
+Positive = Annotated[int, Field(ge=1, le=2**31 - 1)]
+Ratio = Annotated[float, Field(gt=0)]
+
+
+class Section(BaseModel):
+    """What all parts of a config share: frozen, strict, no unknown keys."""
+
+    model_config = ConfigDict(frozen=True, extra="forbid", strict=True, allow_inf_nan=False)
+
+
+class Convert(Section):
+    """Hugging Face checkpoint to engine checkpoint: names, fusions, type."""
+
+    dtype: Dtype | None = Field(default=None, description="Type of the 16/32-bit weights; null keeps the source's.")
+    overflow: Literal["refuse", "clip"] = Field(
+        default="refuse", description="When a weight exceeds the type's range: stop with its name, or clip and count."
+    )
+
+
+class Calibration(Section):
+    """Text whose activations AWQ sees. Take text unlike the held-out text that verify judges by."""
+
+    files: tuple[Path, ...] = Field(
+        default=(Path("checkpoints/text/calibration.txt"),), min_length=1, description="Plain text files, UTF-8."
+    )
+    samples: Positive = Field(default=512, description="How many pieces of text.")
+    length: Positive = Field(default=256, description="Tokens per piece.")
+    seed: int = Field(default=0, ge=0, lt=2**63, description="Which pieces are drawn.")
+
+
+class Quantize(Section):
+    """16-bit weights to INT4 in groups along the input dimension."""
+
+    method: Literal["awq", "rtn", "fp8", "none"] = Field(
+        default="awq",
+        description="awq: activation-aware scale search (arXiv 2306.00978); rtn: round to nearest; none: stay 16-bit; "
+        "fp8: known, so that it is refused with a reason, but not part of this version.",
+    )
+    group_size: Literal[128, 64, 32] = Field(
+        default=128,
+        description="Weights per scale; a linear that it does not divide takes the next smaller one, reported.",
+    )
+    include: tuple[Role, ...] = Field(
+        default=("experts", "shared_experts", "mlp", "attention_output"),
+        description="Roles of the linears that become INT4; router, norms, embedding and head never do.",
+    )
+    exclude: tuple[str, ...] = Field(
+        default=(), description="Shell patterns of engine linears that stay 16-bit, e.g. transformer.layers.0.*"
+    )
+    calibration: Calibration = Field(default=Calibration(), description="What AWQ measures activations on.")
+    unrouted_experts: Literal["round_to_nearest", "error", "share_scale"] = Field(
+        default="round_to_nearest",
+        description="Experts that calibration never reached: quantize without a search, stop, or take the layer's.",
+    )
+    clip: bool = Field(default=False, description="Also search a clipping range for each group, as AWQ's authors do.")
+
+
+class HeldOut(Section):
+    """Text that quantization never saw."""
+
+    files: tuple[Path, ...] = Field(
+        default=(Path("checkpoints/text/heldout.txt"),), min_length=1, description="Plain text files, UTF-8."
+    )
+    tokens: Positive = Field(default=8192, description="How many tokens are scored.")
+    window: Annotated[int, Field(ge=2)] = Field(default=256, description="Tokens per independently scored piece.")
+
+
+class Gates(Section):
+    """Bounds that stop the pipeline. null turns a gate off; it is then reported as skipped, never as passed."""
+
+    conversion: Literal["exact", "off"] = Field(
+        default="exact",
+        description="Converted weights mapped back must equal the source's, bit for bit in the same type.",
+    )
+    network_exact: Ratio | None = Field(
+        default=1e-4, description="Largest |logit difference| of the network in fp32 against transformers in fp32."
+    )
+    network_declared: Ratio | None = Field(
+        default=None, description="The same in the declared types; null takes the bound derived from the types."
+    )
+    perplexity_ratio: Ratio | None = Field(default=1.05, description="Perplexity of quantized over original, at most.")
+    top1_agreement: Annotated[float, Field(ge=0, le=1)] | None = Field(
+        default=0.9, description="Share of held-out positions with the same most likely token, at least."
+    )
+    mean_kl: Ratio | None = Field(
+        default=0.05,
+        description="Mean KL divergence (nats) from original to quantized, at most.",
+    )
+
+
+class Verify(Section):
+    """The proof that what is built computes what the checkpoint says, and what quantization cost."""
+
+    prompts: tuple[Annotated[str, Field(min_length=1)], ...] = Field(
+        default=(
+            "def quicksort(",
+            "The interpreter reads a statement, evaluates it and",
+            "import os\nimport sys\n\n\ndef main() -> int:\n    parser = argparse.ArgumentParser(description=",
+            "A tensor is",
+        ),
+        min_length=2,
+        description="Prompts of unequal length for the comparison with transformers, run together as one batch.",
+    )
+    prefill_chunk: Positive = Field(
+        default=7,
+        description="Tokens per prefill step: prompts are fed in chunks of this size.",
+    )
+    decode_tokens: Positive = Field(default=6, description="Tokens decoded one at a time after each prompt.")
+    router_margin: Annotated[float, Field(ge=0)] = Field(
+        default=1e-5, description="Positions whose expert choice is closer than this are counted and left out."
+    )
+    heldout: HeldOut = Field(default=HeldOut(), description="What perplexity, agreement and KL are measured on.")
+    gates: Gates = Field(default=Gates(), description="Bounds that stop the pipeline.")
+
+
+class GenerationProfile(Section):
+    """One optimization profile of the generation phase, one token per sequence and step."""
+
+    batch: Positive = Field(description="Sequences, at most.")
+    length: Positive = Field(description="Tokens of context each, at most.")
+
+
+class Build(Section):
+    """Limits of the engine. Workspace grows with the largest batch x length rectangle, not with the KV cache."""
+
+    block_size: Literal[16, 32, 64, 128, 256] = Field(default=64, description="Tokens per KV cache block.")
+    max_seq_len: Positive = Field(default=4096, description="Longest sequence, prompt and answer together, in tokens.")
+    max_batch_size: Positive = Field(default=16, description="Sequences in flight, at most.")
+    max_num_tokens: Positive = Field(
+        default=2048,
+        description="Rows of a context phase step over all sequences, at most.",
+    )
+    generation: tuple[GenerationProfile, ...] = Field(
+        default=(), description="Generation phase profiles; empty means one of max_batch_size x max_seq_len."
+    )
+    max_blocks: Positive | None = Field(
+        default=None,
+        description="Blocks in the KV pool, at most; null takes what the largest profile fills, and one to pad.",
+    )
+    moe: Literal["dense", "gather"] = Field(
+        default="dense",
+        description="Routed experts: all in one batched matmul, or gathered per token (generation only).",
+    )
+
+    @property
+    def profiles(self) -> tuple[GenerationProfile, ...]:
+        """The generation profiles, with the default resolved."""
+        return self.generation or (GenerationProfile(batch=self.max_batch_size, length=self.max_seq_len),)
+
+    @property
+    def pool_blocks(self) -> int:
+        """`max_blocks`, with the default resolved. Block 0 is reserved for padding."""
+        if self.max_blocks is not None:
+            return self.max_blocks
+        return 1 + max(p.batch * -(-p.length // self.block_size) for p in self.profiles)
+
+
+class Package(Section):
+    """The Triton model repository."""
+
+    flavour: Literal["trtseek"] = Field(default="trtseek", description="trtseek: our executor on our engine.")
+    kv_cache_free_gpu_mem_fraction: Annotated[float, Field(gt=0, le=1)] = Field(
+        default=0.9, description="Share of the GPU memory left after the engine that the KV pool takes."
+    )
+    max_tokens_in_paged_kv_cache: Positive | None = Field(
+        default=None, description="Upper limit of the KV pool in tokens; null: only the fraction limits it."
+    )
+    max_queue_size: Annotated[int, Field(ge=0)] = Field(
+        default=0,
+        description="Waiting requests, at most; 0: no limit.",
+    )
+    add_special_tokens: bool = Field(
+        default=True, description="Whether preprocessing adds BOS; false for prompts rendered by a chat template."
+    )
+    skip_special_tokens: bool = Field(
+        default=True,
+        description="Whether postprocessing drops special tokens from the text.",
+    )
+    preprocessing_instances: Positive = Field(default=1, description="Tokenizer processes.")
+    postprocessing_instances: Positive = Field(default=1, description="Detokenizer processes.")
