@@ -18,7 +18,7 @@ if TYPE_CHECKING:
 
     import torch
 
-# safetensors type -> (bytes per element, torch type, TensorRT type); the spelling of DESIGN's config is the torch one.
+# safetensors type -> (bytes per element, torch type, TensorRT type); configs spell types as torch does.
 DTYPES: dict[str, tuple[int, str, str]] = {
     "F64": (8, "float64", ""),
     "F32": (4, "float32", "float32"),
@@ -63,17 +63,21 @@ class RawTensor:
 
         import torch
 
+        dtype = getattr(torch, DTYPES[self.dtype][1])
+        if not self.data.size:  # torch does not view an empty tensor as another type
+            return torch.empty(self.shape, dtype=dtype)
         with warnings.catch_warnings():
             warnings.filterwarnings("ignore", "The given NumPy array is not writable")
             flat = torch.from_numpy(self.data)
-        return flat.view(getattr(torch, DTYPES[self.dtype][1])).reshape(self.shape)
+        return flat.view(dtype).reshape(self.shape)
 
     @staticmethod
     def from_torch(tensor: torch.Tensor) -> RawTensor:
         """Shares memory with `tensor` where it is contiguous on the CPU, copies otherwise."""
         import torch
 
-        flat = tensor.detach().cpu().contiguous().reshape(-1).view(torch.uint8)
+        flat = tensor.detach().cpu().contiguous().reshape(-1)
+        flat = flat.view(torch.uint8) if flat.numel() else torch.empty(0, dtype=torch.uint8)
         name = str(tensor.dtype).removeprefix("torch.")
         return RawTensor(SAFETENSORS_DTYPE[name], tuple(tensor.shape), flat.numpy())
 
