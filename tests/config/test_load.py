@@ -1,0 +1,245 @@
+from pathlib import Path
+
+import pytest
+
+from pipeline.config.load import find_config, load_config
+from pipeline.errors import ConfigError
+
+REPOSITORY = Path(__file__).parents[2]
+MINIMAL = "model: {path: m}\ntarget: {gpu: L4}\n"
+
+
+@pytest.fixture
+def folder(tmp_path, monkeypatch):
+    monkeypatch.chdir(tmp_path)
+    (tmp_path / "configs").mkdir()
+
+    def write(name, text):
+        (tmp_path / name).write_text(text)
+
+    return write
+
+
+def refuse(path, overrides=()):
+    with pytest.raises(ConfigError) as caught:
+        load_config(path, overrides)
+    return caught.value
+
+
+def test_model_and_target_are_enough(folder):
+    folder("tiny.yaml", MINIMAL)
+    config = load_config("tiny.yaml")
+    assert (config.name, config.model.path, config.target.gpu) == ("tiny", Path("m"), "L4")
+    assert config.stages.quantize.group_size == 128
+    assert [(p.batch, p.length) for p in config.stages.build.profiles] == [(16, 4096)]
+    assert config.stages.build.pool_blocks == 1 + 16 * 64
+
+
+def test_a_file_is_found_in_configs(folder):
+    folder("configs/a100.yaml", MINIMAL)
+    assert find_config("a100.yaml") == find_config("a100") == Path("configs/a100.yaml")
+    folder("a100.yaml", MINIMAL)
+    assert find_config("a100.yaml") == Path("a100.yaml")
+
+
+def test_a_missing_file_lists_configs(folder):
+    folder("configs/a.yaml", MINIMAL)
+    folder("configs/b.yaml", MINIMAL)
+    error = refuse("c.yaml")
+    assert "c.yaml" in error.message
+    assert error.hint == "configs/ holds a.yaml, b.yaml"
+
+
+def test_extends_merges_maps_and_replaces_lists(folder):
+    folder("one.yaml", "name: one\n" + MINIMAL + "stages: {quantize: {method: rtn, include: [mlp, experts]}}\n")
+    folder("two.yaml", "stages: {quantize: {clip: true, include: [mlp]}, build: {max_batch_size: 4}}\n")
+    folder("three.yaml", "extends: [one.yaml, two.yaml]\nstages: {build: {max_batch_size: 8}}\n")
+    config = load_config("three.yaml")
+    quantize = config.stages.quantize
+    assert (quantize.method, quantize.clip, quantize.include) == ("rtn", True, ("mlp",))
+    assert config.stages.build.max_batch_size == 8
+    assert config.name == "three"  # never inherited: two configs would write to one folder
+
+
+def test_extends_is_relative_to_the_file(folder):
+    folder("configs/base.yaml", MINIMAL)
+    folder("configs/a.yaml", "extends: base.yaml\n")
+    assert load_config("a").target.gpu == "L4"
+
+
+def test_a_cycle_is_refused_with_its_way(folder):
+    folder("a.yaml", "extends: b.yaml\n")
+    folder("b.yaml", "extends: a.yaml\n")
+    assert refuse("a.yaml").message == "a.yaml: extends itself: a.yaml extends b.yaml extends a.yaml"
+
+
+def test_files_that_double_are_refused(folder):
+    for n in range(12):
+        folder(f"{n}.yaml", f"extends: [{n + 1}.yaml, {n + 1}.yaml]\n")
+    folder("12.yaml", MINIMAL)
+    assert "more than 64 files" in refuse("0.yaml").message
+
+
+@pytest.mark.parametrize("value", ["missing.yaml", "[missing.yaml]", "."])
+def test_a_missing_base_is_named_with_its_line(folder, value):
+    folder("a.yaml", f"{MINIMAL}extends: {value}\n")
+    name = value.strip("[]")
+    assert refuse("a.yaml").message == f"a.yaml:3: extends: {name}: there is no such file"
+
+
+def test_extends_must_be_names(folder):
+    folder("a.yaml", f"{MINIMAL}extends: [1]\n")
+    assert refuse("a.yaml").message == "a.yaml:3: extends: must be a file name or a list of them"
+
+
+def test_set_overrides_with_yaml_values(folder):
+    folder("a.yaml", MINIMAL + "stages: {build: {generation: [{batch: 1, length: 64}, {batch: 2, length: 32}]}}\n")
+    config = load_config(
+        "a.yaml",
+        [
+            "target={gpu: a100}",
+            "stages.verify.gates.mean_kl=1e-3",
+            "stages.quantize.include=[mlp]",
+            "stages.build.generation.1.batch=3",
+            "name=b",
+            "stages.verify.gates.top1_agreement=",
+        ],
+    )
+    assert config.target.gpu == "A100-80GB"
+    assert config.stages.verify.gates.mean_kl == 1e-3
+    assert config.stages.verify.gates.top1_agreement is None
+    assert config.stages.quantize.include == ("mlp",)
+    assert [(p.batch, p.length) for p in config.stages.build.generation] == [(1, 64), (3, 32)]
+    assert config.name == "b"
+
+
+@pytest.mark.parametrize(
+    ("override", "message", "hint"),
+    [
+        (
+            "stages.build.blocksize=1",
+            "stages.build.blocksize: is not a setting",
+            "did you mean stages.build.block_size?",
+        ),
+        (
+            "stages.build.max_seq_len=x",
+            "stages.build.max_seq_len: must be a whole number, not 'x'",
+            "write max_seq_len",
+        ),
+        ("name", "must be KEY=VALUE", ""),
+        ("a..b=1", "must be KEY=VALUE", ""),
+        ("extends=a.yaml", "extends can only be set in a file", ""),
+        ("stages.build.generation.2.batch=1", "2 is not one of the list's 1 items", ""),
+        ("target={gpu: [", "", ""),
+    ],
+)
+def test_a_bad_override_is_quoted(folder, override, message, hint):
+    folder("a.yaml", MINIMAL + "stages: {build: {generation: [{batch: 1, length: 64}]}}\n")
+    error = refuse("a.yaml", [override])
+    assert error.message.startswith(f"--set {override}: {message}")
+    assert hint in error.hint
+
+
+@pytest.mark.parametrize(
+    ("text", "message", "hint"),
+    [
+        ("targt: {gpu: L4}", "a.yaml:2: targt: is not a setting", "did you mean target?"),
+        ("stages:\n  quantise: {}", "a.yaml:3: stages.quantise: is not a setting", "did you mean stages.quantize?"),
+        ("group_size: 64", "a.yaml:2: group_size: is not a setting", "did you mean stages.quantize.group_size?"),
+        ("zzz: 64", "a.yaml:2: zzz: is not a setting", "known here: name, model, target, output, stages"),
+        (
+            "stages: {build: {generation: [{batch: 1, lenght: 2, length: 2}]}}",
+            "a.yaml:2: stages.build.generation.0.lenght: is not a setting",
+            "did you mean stages.build.generation.0.length?",
+        ),
+        (
+            "stages: {quantize: {method: awqq}}",
+            "a.yaml:2: stages.quantize.method: must be 'awq', 'rtn', 'fp8' or 'none', not 'awqq'",
+            "did you mean awq?",
+        ),
+        (
+            "stages: {quantize: {clip: yes}}",
+            "a.yaml:2: stages.quantize.clip: must be true or false, not 'yes'",
+            "quotes",
+        ),
+        ("stages: {quantize: {clip: 1}}", "a.yaml:2: stages.quantize.clip: must be true or false, not 1", ""),
+        (
+            "stages: {build: {max_seq_len: '64'}}",
+            "a.yaml:2: stages.build.max_seq_len: must be a whole number",
+            "quotes",
+        ),
+        ("stages: {build: {max_seq_len: 1.5}}", "a.yaml:2: stages.build.max_seq_len: ", ""),
+        ("stages: {build: {max_seq_len: 0}}", "a.yaml:2: stages.build.max_seq_len: must be at least 1, not 0", ""),
+        ("stages: {build: {block_size: 48}}", "a.yaml:2: stages.build.block_size: must be 16, 32, 64, 128 or 256", ""),
+        (
+            "stages:\n  verify:\n",
+            "a.yaml:3: stages.verify: must be a map of settings, not an empty value",
+            "leave it out",
+        ),
+        ("stages: {verify: {gates: {mean_kl: .inf}}}", "a.yaml:2: stages.verify.gates.mean_kl: must be a number", ""),
+        ("name: ../evil", "a.yaml:2: name: must match", ""),
+        ("name: store", "name store is taken", ""),
+    ],
+)
+def test_errors_name_file_line_key_and_nearest(folder, text, message, hint):
+    folder("a.yaml", f"model: {{path: m}}\n{text}\ntarget: {{gpu: L4}}\n")
+    error = refuse("a.yaml")
+    assert error.message.removeprefix("a.yaml:1: ").startswith(message)
+    assert hint in error.hint
+
+
+def test_an_unknown_gpu_is_placed_and_the_nearest_are_named(folder):
+    folder("a.yaml", "model: {path: m}\ntarget:\n  gpu: A100-48GB\n")
+    error = refuse("a.yaml")
+    assert error.message == "a.yaml:3: target.gpu: no GPU is called 'A100-48GB'"
+    assert "A100-40GB" in error.hint
+
+
+def test_what_is_missing_is_named(folder):
+    folder("a.yaml", "target: {}\n")
+    lines = refuse("a.yaml").message.splitlines()
+    assert lines == ["a.yaml:1: model: is missing", "a.yaml:1: target.gpu: is missing"]
+
+
+def test_an_error_from_an_extended_file_names_that_file(folder):
+    folder("base.yaml", MINIMAL + "stages:\n  build:\n    max_batch_size: -1\n")
+    folder("a.yaml", "extends: base.yaml\nstages: {build: {max_num_tokens: 64}}\n")
+    assert refuse("a.yaml").message == "base.yaml:5: stages.build.max_batch_size: must be at least 1, not -1"
+
+
+def test_all_problems_are_reported_at_once_each_with_its_hint(folder):
+    folder("a.yaml", MINIMAL + "stages: {build: {moe: dens, blocksize: 1}}\n")
+    error = refuse("a.yaml")
+    assert error.hint == ""
+    assert error.message.splitlines() == [
+        "a.yaml:3: stages.build.moe: must be 'dense' or 'gather', not 'dens' (did you mean dense?)",
+        "a.yaml:3: stages.build.blocksize: is not a setting (did you mean stages.build.block_size?)",
+    ]
+
+
+def test_a_config_knows_where_each_key_was_set(folder):
+    folder("base.yaml", MINIMAL)
+    folder("a.yaml", "extends: base.yaml\nstages: {build: {max_seq_len: 64}}\n")
+    config = load_config("a.yaml", ["stages.build.max_batch_size=2"])
+    assert config.locate("target.gpu") == "base.yaml:2: target.gpu"
+    assert config.locate("stages.build.max_seq_len") == "a.yaml:2: stages.build.max_seq_len"
+    assert config.locate("stages.build.max_batch_size") == (
+        "--set stages.build.max_batch_size=2: stages.build.max_batch_size"
+    )
+    assert config.locate("stages.build.moe") == "stages.build.moe"  # a default
+
+
+@pytest.mark.parametrize("file", sorted((REPOSITORY / "configs").glob("*.yaml")), ids=lambda file: file.name)
+def test_every_example_loads_and_has_the_modeline(file, monkeypatch):
+    monkeypatch.chdir(REPOSITORY)
+    first = file.read_text().splitlines()[0]
+    assert first == "# yaml-language-server: $schema=../pipeline/config/schema.json"
+    assert (file.parent / first.partition("$schema=")[2]).is_file()
+    if file.name == "base.yaml":  # only to be extended: it names no model
+        error = refuse(file)
+        assert {line.partition(": ")[2] for line in error.message.splitlines()} == {
+            "model: is missing",
+            "target: is missing",
+        }
+    else:
+        assert load_config(file.name).name == file.stem
