@@ -8,8 +8,8 @@ gather            mode "default": data taken along `axis` at indices of any shap
                   as ONNX GatherND
 shuffle           transpose by `first_transpose`, reshape, transpose by `second_transpose`; null transposes are the
                   identity; `reshape_dims` null with no second input means no reshape, with a second input the shape is
-                  that input's value; -1 takes what is left; `zero_is_placeholder`: a 0 copies the size at the same place after the first
-                  transpose
+                  that input's value; -1 takes what is left; `zero_is_placeholder`: a 0 copies the size at the same
+                  place after the first transpose
 elementwise       operands of one rank, sizes of 1 broadcast; "div" truncates on integers, "floor_div" does not
 cast              `to`: the type; float to integer truncates
 matrix_multiply   `op0`/`op1` "none" or "transpose" of the last two dimensions; leading dimensions broadcast

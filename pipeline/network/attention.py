@@ -1,0 +1,44 @@
+"""Grouped-query attention over the paged cache (Llama)."""
+
+from __future__ import annotations
+
+from pipeline.network import cache, inputs
+from pipeline.network.context import Context
+from pipeline.network.graph import Graph, Tensor
+from pipeline.network.linear import linear
+from pipeline.network.rope import softmax_scale
+
+
+def grouped_query_attention(g: Graph, context: Context, layer: int, x: Tensor) -> Tensor:
+    """x [T, H] → [T, H]. RoPE and the softmax scale in float32; only attention itself is padded, to [B, heads, Q, D].
+
+    Sizes: h query heads, kv key and value heads, D their width.
+    """
+    a = context.architecture
+    h, kv, d = a.num_heads, a.num_kv_heads, a.head_dim
+    qkv = linear(g, context.weights, "qkv", x, (h + 2 * kv) * d, a.hidden_size)
+    heads = g.reshape("heads", qkv, (-1, h + 2 * kv, d))
+    q = rotate(g.at("query"), context, g.slice("query.heads", heads, 1, 0, h))
+    q = g.product("query.scaled", q, g.number("query.scale", [[[softmax_scale(a)]]], "float32"))
+    k = rotate(g.at("key"), context, g.slice("key.heads", heads, 1, h, kv))
+    v = g.slice("value", heads, 1, h + kv, kv)
+
+    k_pool, v_pool = inputs.layer_pools(a, context.spec, layer)
+    keys = cache.pages(g, context, k_pool, cache.append(g, context, k_pool, g.cast("key", k, g.dtype)))
+    values = cache.pages(g, context, v_pool, cache.append(g, context, v_pool, v))
+    padded = g.gather("query.padded", g.cast("query", q, g.dtype), context.inputs[inputs.PAD_INDEX.name])
+    queries = g.reshape("query.by_head", padded, first=(0, 2, 1, 3))
+    # Decomposable leaves the builder a way where no fused kernel has this head size or type.
+    scores = g.attention("attention", queries, keys, values, context.mask, decomposable=True)
+    rows = g.reshape("rows", scores, (-1, h * d), first=(0, 2, 1, 3))
+    packed = g.gather("packed", rows, context.inputs[inputs.UNPAD_INDEX.name])
+    return linear(g, context.weights, "dense", packed, a.hidden_size, h * d)
+
+
+def rotate(g: Graph, context: Context, x: Tensor) -> Tensor:
+    """x [T, heads, D] rotated, in float32. Each row is a sequence of one position, so nothing is transposed."""
+    _, heads, width = x.shape
+    rows = g.reshape("column", g.cast("float32", x, "float32"), (-1, heads, 1, width))
+    interleaved = context.architecture.rope.interleaved
+    turned = g.rotate("rotary", rows, context.tables, context.positions, interleaved=interleaved)
+    return g.reshape("rotated", turned, (-1, heads, width))

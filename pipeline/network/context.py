@@ -1,0 +1,31 @@
+"""What every block of one network shares."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass
+from typing import TYPE_CHECKING
+
+from pipeline.network.graph import Tensor
+
+if TYPE_CHECKING:
+    from pipeline.checkpoint.architecture import Architecture
+    from pipeline.network.spec import NetworkSpec
+    from pipeline.network.weights import Weights
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Context:
+    """The model's description, its weights, and the tensors that are made once and used by every layer.
+
+    inputs: the network's inputs by name. positions: position ids as [T, 1]. tables: RoPE's cos and sin. mask: of
+    attention, see `cache.attention_mask`.
+    """
+
+    architecture: Architecture
+    spec: NetworkSpec
+    weights: Weights
+    inputs: Mapping[str, Tensor]
+    positions: Tensor
+    tables: tuple[Tensor, Tensor]
+    mask: Tensor

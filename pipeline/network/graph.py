@@ -1,0 +1,213 @@
+"""A thin writer over INetworkDefinition: one short method per operation, every layer and tensor named by the caller.
+
+A layer's name is its place in the model ("layers.3.attention.qkv.dequantize"), and its output tensor has the same name:
+nothing depends on the names that TensorRT makes up, which change with the order of building.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass, field, replace
+from typing import Any
+
+import numpy as np
+import numpy.typing as npt
+
+from pipeline.checkpoint.tensors import DTYPES, RawTensor
+
+Tensor = Any  # trt.ITensor: the bindings have no types
+# safetensors type -> TensorRT's attribute
+_TRT_TYPES = {name: trt_name for name, (_, _, trt_name) in DTYPES.items() if trt_name}
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Graph:
+    """Writes layers into `network`. `dtype` is the model's type; `prefix` the place that names are relative to.
+
+    `constants` keeps the bytes of every constant alive, since TensorRT only holds pointers, and is how they are read
+    back (TensorRT cannot return INT4, FP8 and BF16).
+    """
+
+    trt: Any
+    network: Any
+    dtype: str
+    prefix: str = ""
+    constants: dict[str, RawTensor] = field(default_factory=dict)
+    tensors: dict[str, Tensor] = field(default_factory=dict)
+
+    def at(self, place: str) -> Graph:
+        """The same network, with names below `place`."""
+        return replace(self, prefix=f"{self.prefix}{place}.")
+
+    def type(self, dtype: str) -> Any:
+        """A type of `program.TensorSpec`'s spelling as TensorRT's."""
+        return getattr(self.trt, dtype)
+
+    def input(self, name: str, dtype: str, shape: Sequence[int]) -> Tensor:
+        return self._register(name, self.network.add_input(name, self.type(dtype), tuple(shape)))
+
+    def output(self, name: str, tensor: Tensor) -> None:
+        """Marks a network output under `name`. For a tensor that already has its place's name, write `identity`."""
+        if tensor.name != name:
+            del self.tensors[tensor.name]
+            tensor.name = name
+            self._register(name, tensor)
+        self.network.mark_output(tensor)
+
+    # Constants
+
+    def constant(self, name: str, raw: RawTensor, shape: Sequence[int] | None = None) -> Tensor:
+        """A constant over `raw`'s own memory, seen in `shape`."""
+        return self._constant(name, raw, _TRT_TYPES[raw.dtype], raw.shape if shape is None else shape)
+
+    def int4(self, name: str, packed: RawTensor) -> Tensor:
+        """An INT4 constant: `packed` is I8 with its last dimension halved, low nibble first."""
+        return self._constant(name, packed, "int4", (*packed.shape[:-1], packed.shape[-1] * 2))
+
+    def number(self, name: str, value: npt.ArrayLike, dtype: str) -> Tensor:
+        """A small constant written out in the network itself; a scalar has no dimension."""
+        return self.constant(name, RawTensor.from_numpy(np.asarray(value, dtype=dtype)))
+
+    def _constant(self, name: str, raw: RawTensor, dtype: str, shape: Sequence[int]) -> Tensor:
+        count = int(np.prod(shape, dtype=np.int64))
+        weights = self.trt.Weights(self.type(dtype), raw.data.ctypes.data, count)
+        tensor = self._add(name, self.network.add_constant(tuple(shape), weights))
+        self.constants[tensor.name] = raw
+        return tensor
+
+    # Arithmetic
+
+    def elementwise(self, name: str, a: Tensor, b: Tensor, op: str) -> Tensor:
+        """`op` is a member of ElementWiseOperation: SUM, PROD, GREATER…"""
+        return self._add(name, self.network.add_elementwise(a, b, getattr(self.trt.ElementWiseOperation, op)))
+
+    def sum(self, name: str, a: Tensor, b: Tensor) -> Tensor:
+        return self.elementwise(name, a, b, "SUM")
+
+    def product(self, name: str, a: Tensor, b: Tensor) -> Tensor:
+        return self.elementwise(name, a, b, "PROD")
+
+    def unary(self, name: str, x: Tensor, op: str) -> Tensor:
+        return self._add(name, self.network.add_unary(x, getattr(self.trt.UnaryOperation, op)))
+
+    def sigmoid(self, name: str, x: Tensor) -> Tensor:
+        return self._add(name, self.network.add_activation(x, self.trt.ActivationType.SIGMOID))
+
+    def cast(self, name: str, x: Tensor, dtype: str) -> Tensor:
+        """`x` in `dtype`; no layer where it has that type already."""
+        return x if x.dtype == self.type(dtype) else self._add(name, self.network.add_cast(x, self.type(dtype)))
+
+    def reduce(self, name: str, x: Tensor, op: str, axis: int, *, keep: bool) -> Tensor:
+        return self._add(name, self.network.add_reduce(x, getattr(self.trt.ReduceOperation, op), 1 << axis, keep))
+
+    def softmax(self, name: str, x: Tensor, axis: int) -> Tensor:
+        layer = self.network.add_softmax(x)
+        layer.axes = 1 << axis
+        return self._add(name, layer)
+
+    def matmul(self, name: str, a: Tensor, b: Tensor, *, transpose: bool = False) -> Tensor:
+        """a @ b, or a @ bᵀ over the last two dimensions; leading ones broadcast."""
+        op = self.trt.MatrixOperation
+        second = op.TRANSPOSE if transpose else op.NONE
+        return self._add(name, self.network.add_matrix_multiply(a, op.NONE, b, second))
+
+    def dequantize(self, name: str, x: Tensor, scale: Tensor, block_shape: Sequence[int]) -> Tensor:
+        """One scale per block; the result has the scale's type."""
+        layer = self.network.add_dequantize(x, scale, scale.dtype)
+        layer.block_shape = tuple(block_shape)
+        return self._add(name, layer)
+
+    # Shapes and indices
+
+    def reshape(
+        self, name: str, x: Tensor, shape: Sequence[int] | None = None, *, first: Sequence[int] | None = None
+    ) -> Tensor:
+        """Transpose by `first`, then reshape: 0 keeps a size, -1 takes what is left."""
+        layer = self.network.add_shuffle(x)
+        if first is not None:
+            layer.first_transpose = self.trt.Permutation(list(first))
+        if shape is not None:
+            layer.reshape_dims = tuple(shape)
+        return self._add(name, layer)
+
+    def gather(self, name: str, x: Tensor, indices: Tensor, axis: int = 0) -> Tensor:
+        return self._add(name, self.network.add_gather(x, indices, axis))
+
+    def slice(self, name: str, x: Tensor, axis: int, start: int, size: int) -> Tensor:
+        """`size` entries of one dimension from `start` on."""
+        layer = self.network.add_slice(x, (start,), (size,), (1,))
+        layer.axes = (axis,)
+        return self._add(name, layer)
+
+    def concatenate(self, name: str, parts: Sequence[Tensor], axis: int) -> Tensor:
+        layer = self.network.add_concatenation(list(parts))
+        layer.axis = axis
+        return self._add(name, layer)
+
+    def shape(self, name: str, x: Tensor) -> Tensor:
+        return self._add(name, self.network.add_shape(x))
+
+    def count_up(self, name: str, length: Tensor) -> Tensor:
+        """0, 1, 2, … as int32; `length` is an int64 tensor of one element."""
+        layer = self.network.add_fill((1,), self.trt.FillOperation.LINSPACE, self.trt.int32)
+        layer.set_input(0, length)
+        layer.set_input(1, self.number(f"{name}.from", 0, "int32"))
+        layer.set_input(2, self.number(f"{name}.step", [1], "int32"))
+        return self._add(name, layer)
+
+    def topk(self, name: str, x: Tensor, k: int, axis: int) -> tuple[Tensor, Tensor]:
+        """Values and int32 indices of the k largest."""
+        layer = self.network.add_topk(x, self.trt.TopKOperation.MAX, k, 1 << axis)
+        layer.name = self.prefix + name
+        tensors = []
+        for index, part in enumerate(("values", "indices")):
+            tensor = layer.get_output(index)
+            tensor.name = f"{self.prefix}{name}.{part}"
+            tensors.append(self._register(tensor.name, tensor))
+        return tensors[0], tensors[1]
+
+    def one_hot(self, name: str, indices: Tensor, depth: int) -> Tensor:
+        """float32, with a new last dimension of `depth`."""
+        values = self.number(f"{name}.values", [0, 1], "float32")
+        size = self.number(f"{name}.depth", depth, "int32")
+        return self._add(name, self.network.add_one_hot(indices, values, size, len(indices.shape)))
+
+    def identity(self, name: str, x: Tensor) -> Tensor:
+        return self._add(name, self.network.add_identity(x))
+
+    # What attention needs
+
+    def rotate(
+        self, name: str, x: Tensor, tables: tuple[Tensor, Tensor], positions: Tensor, *, interleaved: bool
+    ) -> Tensor:
+        """RoPE of x [B, heads, S, D] at positions [B, S]."""
+        layer = self.network.add_rotary_embedding(x, *tables, interleaved, x.shape[-1])
+        layer.set_input(3, positions)
+        return self._add(name, layer)
+
+    def update_cache(self, name: str, pool: Tensor, rows: Tensor, write_indices: Tensor, lengths: Tensor) -> Tensor:
+        """Appends packed rows [T, heads, D] to the blocks of a pool, in place."""
+        layer = self.network.add_kv_cache_update(pool, rows, write_indices, self.trt.KVCacheMode.LINEAR)
+        layer.update_form = self.trt.AttentionIOForm.PACKED_NHD
+        layer.update_lengths = lengths
+        return self._add(name, layer)
+
+    def attention(self, name: str, q: Tensor, k: Tensor, v: Tensor, mask: Tensor, *, decomposable: bool) -> Tensor:
+        """softmax(q kᵀ, masked) v over padded [B, heads, rows, D]."""
+        norm, causal = self.trt.AttentionNormalizationOp.SOFTMAX, self.trt.CausalMaskKind.NONE
+        layer = self.network.add_attention_v2(q, k, v, norm, causal)
+        layer.mask = mask
+        layer.decomposable = decomposable
+        return self._add(name, layer)
+
+    def _add(self, name: str, layer: Any) -> Tensor:
+        layer.name = self.prefix + name
+        tensor = layer.get_output(0)
+        tensor.name = self.prefix + name
+        return self._register(tensor.name, tensor)
+
+    def _register(self, name: str, tensor: Tensor) -> Tensor:
+        if name in self.tensors:
+            raise ValueError(f"two tensors are named {name}")  # a block's mistake, not a user's
+        self.tensors[name] = tensor
+        return tensor

@@ -1,0 +1,103 @@
+"""Multi-head latent attention, absorbed (DeepSeek-V2, arXiv 2405.04434 §2.1.2).
+
+The cache holds one row per token, the compressed KV beside the rotary key, and serves as key and value alike:
+    q·k = q_nope·(W_k c) + q_rope·k_rope = [W_kᵀ q_nope | q_rope] · [c | k_rope],   out = W_v (softmax(·) c)
+so the two halves of kv_b_proj move to the query's side and to the output's. The heads are folded into rows of attention
+against the one latent head: TensorRT would otherwise copy the latent for every head.
+
+Sizes: h heads, N and P the widths of a query without and with RoPE, R the compressed KV's, V the value's.
+"""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING
+
+import numpy as np
+
+from pipeline.checkpoint.tensors import RawTensor
+from pipeline.errors import CompatibilityError
+from pipeline.network import cache, inputs
+from pipeline.network.attention import rotate
+from pipeline.network.context import Context
+from pipeline.network.graph import Graph, Tensor
+from pipeline.network.linear import checkpoint_name, linear
+from pipeline.network.norm import rms_norm
+from pipeline.network.rope import softmax_scale
+
+if TYPE_CHECKING:
+    from pipeline.checkpoint.architecture import LatentAttention
+
+LATENT_NORM_EPS = 1e-6  # transformers and DeepSeek's own code leave q_a and kv_a norms at their default
+
+
+def latent_attention(g: Graph, context: Context, layer: int, x: Tensor) -> Tensor:
+    """x [T, H] → [T, H]."""
+    a, latent = context.architecture, context.architecture.latent
+    if latent is None:
+        raise CompatibilityError(f"{a.name} has no latent attention", hint="config.json lacks kv_lora_rank")
+    h, r, width, v = a.num_heads, latent.kv_lora_rank, latent.latent_dim, latent.v_head_dim
+    key_weight, value_weight = _split_kv_b(g, context, latent)
+    (pool,) = inputs.layer_pools(a, context.spec, layer)
+    row = _latent_row(g, context, latent, x)
+    latents = cache.pages(g, context, pool, cache.append(g, context, pool, row))
+
+    query = _queries(g, context, latent, x, key_weight)
+    padded = g.gather("query.padded", query, context.inputs[inputs.PAD_INDEX.name])
+    folded = g.reshape("query.folded", padded, (0, 1, -1, width))  # [B, 1, Q*h, R+P]
+    scores = g.attention("attention", folded, latents, latents, context.mask, decomposable=True)
+    at = g.at("value")
+    content = at.slice("content", at.reshape("rows", scores, (-1, h, width)), 2, 0, r)
+    packed = at.gather("packed", content, context.inputs[inputs.UNPAD_INDEX.name])
+    by_head = at.matmul("by_head", at.reshape("content_by_head", packed, first=(1, 0, 2)), value_weight, transpose=True)
+    merged = at.reshape("merged", by_head, (-1, h * v), first=(1, 0, 2))
+    return linear(g, context.weights, "dense", merged, a.hidden_size, h * v)
+
+
+def _latent_row(g: Graph, context: Context, latent: LatentAttention, x: Tensor) -> Tensor:
+    """[T, 1, R+P]: what the cache keeps of each token, the normalized compressed KV and the rotated key."""
+    r, p = latent.kv_lora_rank, latent.qk_rope_head_dim
+    compressed = linear(g, context.weights, "kv_a_proj_with_mqa", x, r + p, context.architecture.hidden_size)
+    at = g.at("latent")
+    content = at.slice("content", compressed, 1, 0, r)
+    content = rms_norm(g, context.weights, "kv_a_layernorm", content, r, LATENT_NORM_EPS)
+    key = at.reshape("key_heads", at.slice("key", compressed, 1, r, p), (-1, 1, p))
+    turned = at.cast("key_rotated", rotate(at.at("key"), context, key), g.dtype)
+    return at.concatenate("row", [at.reshape("content_heads", content, (-1, 1, r)), turned], 2)
+
+
+def _queries(g: Graph, context: Context, latent: LatentAttention, x: Tensor, key_weight: Tensor) -> Tensor:
+    """[T, h, R+P]: absorbed queries, scaled in float32, in the model's type."""
+    a, weights = context.architecture, context.weights
+    h, n, p, rank = a.num_heads, latent.qk_nope_head_dim, latent.qk_rope_head_dim, latent.q_lora_rank
+    if rank is None:
+        q = linear(g, weights, "q_proj", x, h * (n + p), a.hidden_size)
+    else:
+        q = linear(g, weights, "q_a_proj", x, rank, a.hidden_size)
+        q = rms_norm(g, weights, "q_a_layernorm", q, rank, LATENT_NORM_EPS)
+        q = linear(g, weights, "q_b_proj", q, h * (n + p), rank)
+    at = g.at("query")
+    heads = at.reshape("heads", q, (-1, h, n + p))
+    by_head = at.reshape("content_by_head", at.slice("content", heads, 2, 0, n), first=(1, 0, 2))
+    absorbed = at.reshape("absorbed", at.matmul("absorbed_by_head", by_head, key_weight), first=(1, 0, 2))
+    turned = rotate(at, context, at.slice("rotary_part", heads, 2, n, p))
+    both = at.concatenate("both", [at.cast("absorbed_float32", absorbed, "float32"), turned], 2)
+    scaled = at.product("scaled", both, at.number("scale", [[[softmax_scale(a)]]], "float32"))
+    return g.cast("query", scaled, g.dtype)
+
+
+def _split_kv_b(g: Graph, context: Context, latent: LatentAttention) -> tuple[Tensor, Tensor]:
+    """kv_b_proj [h*(N+V), R] as its key half [h, N, R] and its value half [h, V, R]: a copy, small beside the layer."""
+    h, n, v, r = context.architecture.num_heads, latent.qk_nope_head_dim, latent.v_head_dim, latent.kv_lora_rank
+    base = checkpoint_name(g, "kv_b_proj")
+    if context.weights.is_int4(base):
+        raise CompatibilityError(
+            f"{base} is quantized to INT4; absorbed attention splits it by head and needs 16 bits",
+            hint="leave attention_latent out of stages.quantize.include",
+        )
+    raw = context.weights.read(f"{base}.weight", (h * (n + v), r))
+    by_head = raw.data.reshape(h, n + v, -1)  # the last dimension counts bytes
+    halves = []
+    for name, size, rows in (("key", n, by_head[:, :n]), ("value", v, by_head[:, n:])):
+        half = RawTensor(raw.dtype, (h, size, r), np.ascontiguousarray(rows).reshape(-1))
+        halves.append(g.constant(f"kv_b_proj.{name}_weight", half))
+    return halves[0], halves[1]

@@ -1,0 +1,48 @@
+"""Linear layers: y = x Wᵀ + b in 16 bits, or W dequantized from INT4 inside the graph.
+
+A layer's place in the graph is its tensor's name in the engine checkpoint without "transformer.", so that a weight, its
+layers and its constants are found under one name.
+"""
+
+from __future__ import annotations
+
+from pipeline.network.graph import Graph, Tensor
+from pipeline.network.weights import SAFETENSORS_TYPES, Weights
+
+
+def checkpoint_name(g: Graph, name: str) -> str:
+    """The engine checkpoint's name of what stands at `name` below the graph's place."""
+    return f"transformer.{g.prefix}{name}"
+
+
+def linear(g: Graph, weights: Weights, name: str, x: Tensor, out_features: int, in_features: int) -> Tensor:
+    """x [T, in] → [T, out] in the model's type, with the checkpoint's bias where it has one.
+
+    INT4: the constant is [in, out] with one scale per `group` inputs, the form whose dequantization TensorRT fuses into
+    the GEMM, and the input is first multiplied by AWQ's scale where that was not folded (arXiv 2306.00978, §3.2).
+    """
+    base, at = checkpoint_name(g, name), g.at(name)
+    if weights.is_int4(base):
+        quantized = weights.read_int4(base, out_features, in_features)
+        if quantized.prescale is not None:
+            scale = at.constant("prequant_scaling_factor", quantized.prescale, (1, in_features))
+            x = at.product("prescaled", x, scale)
+        packed = at.int4("weight", quantized.packed)
+        scales = at.constant("weights_scaling_factor", quantized.scales)
+        weight = at.dequantize("dequantize", packed, scales, (quantized.group, 1))
+    else:
+        weight = at.constant("weight", weights.read(f"{base}.weight", (out_features, in_features)))
+    transpose = not weights.is_int4(base)
+    if not weights.has(f"{base}.bias"):
+        return g.matmul(name, x, weight, transpose=transpose)
+    y = at.matmul("product", x, weight, transpose=transpose)
+    bias = at.constant("bias", weights.read(f"{base}.bias", (out_features,)), (1, out_features))
+    return g.sum(name, y, bias)
+
+
+def linear_float32(g: Graph, weights: Weights, name: str, x: Tensor, out_features: int, in_features: int) -> Tensor:
+    """x [T, in] → [T, out] in float32 whatever the stored type: for routers, which transformers runs in float32."""
+    at, stored = g.at(name), tuple(SAFETENSORS_TYPES.values())
+    raw = weights.read(f"{checkpoint_name(g, name)}.weight", (out_features, in_features), dtypes=stored)
+    weight = at.cast("weight_float32", at.constant("weight", raw), "float32")
+    return g.matmul(name, at.cast("input_float32", x, "float32"), weight, transpose=True)

@@ -1,0 +1,179 @@
+"""A checkpoint's tensors as the network wants them: checked, in TensorRT's layouts, copied only where they must be."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+import numpy as np
+import numpy.typing as npt
+
+from pipeline.checkpoint.tensors import RawTensor, TensorSource
+from pipeline.errors import CheckpointError, CompatibilityError
+
+SAFETENSORS_TYPES = {"float32": "F32", "float16": "F16", "bfloat16": "BF16"}
+_TILE = 512  # rows of a transposition that stay in the cache
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Int4Weight:
+    """One INT4 linear, or a stack of them ([E, …] in front), in TensorRT's layout.
+
+    packed: I8 [in, out/2], pairs along out, low nibble first. scales: [in/group, out] in the model's type.
+    prescale: [in] in the model's type, what the input is multiplied by, or None.
+    """
+
+    packed: RawTensor
+    scales: RawTensor
+    prescale: RawTensor | None
+    group: int
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Weights:
+    """Reads an engine checkpoint for a network of type `dtype`."""
+
+    source: TensorSource
+    dtype: str
+
+    def has(self, name: str) -> bool:
+        return name in self.source.tensors
+
+    def is_int4(self, base: str) -> bool:
+        return self.has(f"{base}.weights_scaling_factor")
+
+    def read(self, name: str, shape: Sequence[int], *, dtypes: Sequence[str] = ()) -> RawTensor:
+        """The tensor over its file's own memory. Raises CheckpointError if it is missing or of another shape,
+        CompatibilityError if of another type than the network's (or than `dtypes`)."""
+        info = self.source.tensors.get(name)
+        if info is None:
+            raise CheckpointError(f"tensor {name} is missing", hint="convert the checkpoint again")
+        if info.shape != tuple(shape):
+            raise CheckpointError(
+                f"tensor {name} has shape {list(info.shape)}, the architecture says {list(shape)}",
+                hint="config.json and the tensors are of different models",
+            )
+        allowed = tuple(dtypes) or (SAFETENSORS_TYPES[self.dtype],)
+        if info.dtype not in allowed:
+            raise CompatibilityError(
+                f"tensor {name} is {info.dtype}, a {self.dtype} network takes {' or '.join(allowed)}",
+                hint="set stages.convert.dtype, or the network's dtype to the checkpoint's",
+            )
+        return self.source.read(name)
+
+    def read_int4(self, base: str, out_features: int, in_features: int) -> Int4Weight:
+        """One INT4 linear, its bytes transposed."""
+        group = self._group(base, out_features, in_features)
+        packed = np.empty((in_features, out_features // 2), np.uint8)
+        _transpose(self._packed_rows(base, out_features, in_features), packed)
+        return Int4Weight(
+            packed=_int8(packed),
+            scales=self._store(self._scales(base, out_features, in_features, group), base),
+            prescale=self._prescale(base, in_features),
+            group=group,
+        )
+
+    def read_stack(self, bases: Sequence[str], out_features: int, in_features: int) -> RawTensor:
+        """The 16-bit weights of several linears as one [E, out, in]: one copy, since a file holds them apart."""
+        first = self.read(f"{bases[0]}.weight", (out_features, in_features))
+        stack = np.empty((len(bases), first.data.size), np.uint8)
+        for row, base in zip(stack, bases, strict=True):
+            row[:] = self.read(f"{base}.weight", (out_features, in_features)).data
+        return RawTensor(first.dtype, (len(bases), out_features, in_features), stack.reshape(-1))
+
+    def read_int4_stack(self, bases: Sequence[str], out_features: int, in_features: int) -> Int4Weight:
+        """Several INT4 linears as one [E, in, out]. Raises CompatibilityError where their groups differ, or where only
+        some are quantized."""
+        mixed = [base for base in bases if not self.is_int4(base)]
+        if mixed:
+            raise CompatibilityError(
+                f"{mixed[0]} is not quantized but other experts of its layer are",
+                hint="quantize all routed experts of a layer or none (stages.quantize.include and exclude)",
+            )
+        groups = {self._group(base, out_features, in_features) for base in bases}
+        if len(groups) > 1:
+            raise CompatibilityError(
+                f"experts of {bases[0].rsplit('.', 2)[0]} have the group sizes {sorted(groups)}",
+                hint="quantize the experts of one layer with one group_size",
+            )
+        group = groups.pop()
+        packed = np.empty((len(bases), in_features, out_features // 2), np.uint8)
+        scales = np.empty((len(bases), in_features // group, out_features), np.float32)
+        for index, base in enumerate(bases):
+            _transpose(self._packed_rows(base, out_features, in_features), packed[index])
+            scales[index] = self._scales(base, out_features, in_features, group)
+        return Int4Weight(
+            packed=_int8(packed),
+            scales=self._store(scales, bases[0]),
+            prescale=self._prescale_stack(bases, in_features),
+            group=group,
+        )
+
+    def _group(self, base: str, out_features: int, in_features: int) -> int:
+        info = self.source.tensors[f"{base}.weights_scaling_factor"]
+        blocks = info.shape[1] if len(info.shape) == 2 else 0
+        if info.shape[:1] != (out_features,) or blocks < 1 or in_features % blocks or out_features % 2:
+            raise CheckpointError(
+                f"tensor {info.name} has shape {list(info.shape)}, which is no [{out_features}, {in_features}/group]",
+                hint="quantize the checkpoint again",
+            )
+        return in_features // blocks
+
+    def _packed_rows(self, base: str, out_features: int, in_features: int) -> npt.NDArray[np.uint8]:
+        raw = self.read(f"{base}.weight", (out_features // 2, in_features), dtypes=("I8",))
+        return raw.data.reshape(out_features // 2, in_features)
+
+    def _scales(self, base: str, out_features: int, in_features: int, group: int) -> npt.NDArray[np.float32]:
+        name = f"{base}.weights_scaling_factor"
+        raw = self.read(name, (out_features, in_features // group), dtypes=("F32",))
+        scales: npt.NDArray[np.float32] = raw.data.view(np.float32).reshape(raw.shape).T
+        return scales
+
+    def _store(self, scales: npt.NDArray[np.float32], base: str) -> RawTensor:
+        """Scales in the model's type. Raises CheckpointError where that would change a value."""
+        scales = np.ascontiguousarray(scales)
+        if self.dtype == "float32":
+            return RawTensor.from_numpy(scales)
+        if self.dtype == "float16":
+            # The comparison below catches an overflow.
+            with np.errstate(over="ignore"):
+                half = scales.astype(np.float16)
+            raw, back = RawTensor.from_numpy(half), half.astype(np.float32)
+        else:  # bfloat16 is the upper half of a float32
+            upper = (scales.view(np.uint32) >> 16).astype(np.uint16)
+            raw = RawTensor("BF16", scales.shape, upper.reshape(-1).view(np.uint8))
+            back = (upper.astype(np.uint32) << 16).view(np.float32)
+        if not np.array_equal(back, scales):
+            raise CheckpointError(
+                f"tensor {base}.weights_scaling_factor holds scales that {self.dtype} cannot represent",
+                hint="the checkpoint was quantized for another type: quantize it again",
+            )
+        return raw
+
+    def _prescale(self, base: str, in_features: int) -> RawTensor | None:
+        name = f"{base}.prequant_scaling_factor"
+        return self.read(name, (in_features,)) if self.has(name) else None
+
+    def _prescale_stack(self, bases: Sequence[str], in_features: int) -> RawTensor | None:
+        """[E, in], or [1, in] where every expert has the same, or None where none has any."""
+        scales = [self._prescale(base, in_features) for base in bases]
+        kept = [scale for scale in scales if scale is not None]
+        if not kept:
+            return None
+        if len(kept) == len(scales) and all(np.array_equal(scale.data, kept[0].data) for scale in kept):
+            return RawTensor(kept[0].dtype, (1, in_features), kept[0].data)
+        if len(kept) != len(scales):
+            raise CompatibilityError(
+                f"some experts of {bases[0].rsplit('.', 2)[0]} have a prequant_scaling_factor and some have not",
+                hint="quantize all experts of a layer by one method",
+            )
+        return RawTensor(kept[0].dtype, (len(bases), in_features), np.concatenate([scale.data for scale in kept]))
+
+
+def _int8(packed: npt.NDArray[np.uint8]) -> RawTensor:
+    return RawTensor("I8", packed.shape, packed.reshape(-1))
+
+
+def _transpose(rows: npt.NDArray[np.uint8], into: npt.NDArray[np.uint8]) -> None:
+    for start in range(0, len(rows), _TILE):
+        into[:, start : start + _TILE] = rows[start : start + _TILE].T
