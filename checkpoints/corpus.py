@@ -4,7 +4,9 @@ from __future__ import annotations
 
 import hashlib
 import json
+import shutil
 import subprocess
+import sys
 from collections.abc import Mapping
 from dataclasses import dataclass
 from pathlib import Path
@@ -42,11 +44,14 @@ class Corpus:
 def fetch_package(cache: Path = CACHE) -> Path:
     """Download and unpack the package into ``cache`` (not installed); return the unpacked root.
 
-    Raises CorpusError when apt cannot reach the archive.
+    Raises CorpusError without apt, or when it cannot reach the archive.
     """
     unpacked = cache / "unpacked"
     if (unpacked / SOURCES).is_dir():
         return unpacked
+    missing = [tool for tool in ("apt-get", "dpkg-deb") if shutil.which(tool) is None]
+    if missing:
+        raise CorpusError(f"{' and '.join(missing)} not found\nHint: the text is a Debian package; use a Debian host.")
     cache.mkdir(parents=True, exist_ok=True)
     if not list(cache.glob(f"{PACKAGE}_*.deb")):
         attempts = (["apt-get", "download", PACKAGE], ["apt-get", "update"], ["apt-get", "download", PACKAGE])
@@ -61,7 +66,9 @@ def fetch_package(cache: Path = CACHE) -> Path:
             )
     package = sorted(cache.glob(f"{PACKAGE}_*.deb"))[-1]
     with replace_folder(unpacked) as fresh:
-        subprocess.run(["dpkg-deb", "-x", str(package), str(fresh)], check=True)
+        done = subprocess.run(["dpkg-deb", "-x", str(package), str(fresh)], capture_output=True, text=True, check=False)
+        if done.returncode:
+            raise CorpusError(f"{package} does not unpack: {done.stderr.strip()}\nHint: remove it and run again.")
         (fresh / "VERSION").write_text(package.stem.split("_")[1] + "\n", encoding="utf-8")
     return unpacked
 
@@ -128,4 +135,7 @@ def write_texts(corpus: Corpus, folder: Path = TEXT) -> None:
 
 
 if __name__ == "__main__":
-    write_texts(load_corpus())
+    try:
+        write_texts(load_corpus())
+    except CorpusError as error:
+        sys.exit(f"error: {error}")
