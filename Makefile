@@ -1,0 +1,55 @@
+# Everything a user or CI runs. Targets create .venv themselves and reuse it; `make` alone lists them.
+CONFIG ?= a100-int4.yaml
+PYTHON ?= python3
+VENV := .venv
+BIN := $(VENV)/bin
+READY := $(VENV)/.ready
+
+.DEFAULT_GOAL := help
+.PHONY: help engine plan status test test-slow check checkpoints smollm2 bench lock clean
+
+help: ## list the targets
+	@awk -F ':.*## ' '/^[a-z0-9-]+:.*## / {printf "  make %-12s %s\n", $$1, $$2}' $(MAKEFILE_LIST)
+
+$(READY): requirements.lock pyproject.toml
+	test -x $(BIN)/python || $(PYTHON) -m venv $(VENV)
+	$(BIN)/pip install --quiet --disable-pip-version-check -r requirements.lock
+	$(BIN)/pip install --quiet --disable-pip-version-check --no-deps --editable .
+	touch $@
+
+engine: $(READY) ## run every stage of CONFIG=a100-int4.yaml that is not cached
+	$(BIN)/trtseek engine $(CONFIG)
+
+plan: $(READY) ## say what `make engine CONFIG=…` would run, and whether it fits the GPU
+	$(BIN)/trtseek plan $(CONFIG)
+
+status: $(READY) ## say which stages of CONFIG are done
+	$(BIN)/trtseek status $(CONFIG)
+
+test: $(READY) ## run the tests
+	GOMP_SPINCOUNT=0 OMP_NUM_THREADS=1 $(BIN)/pytest -n 2
+
+test-slow: $(READY) ## run the tests that take minutes or download a package
+	GOMP_SPINCOUNT=0 $(BIN)/pytest -m slow
+
+check: $(READY) ## lint, formatting and strict types
+	$(BIN)/ruff check .
+	$(BIN)/ruff format --check .
+	$(BIN)/mypy
+
+checkpoints: $(READY) ## train the two tiny checkpoints again (about an hour)
+	nice -n 10 $(BIN)/python -m checkpoints.train
+
+smollm2: $(READY) ## make out/models/smollm2-135m, a real model that answers in English
+	$(BIN)/python -m checkpoints.smollm2
+
+bench: $(READY) ## measure everything that benchmarks/RESULTS.md records
+	$(BIN)/python -m benchmarks.commands
+	$(BIN)/python -m benchmarks.interpreter
+	$(BIN)/python -m benchmarks.build
+
+lock: $(READY) ## write requirements.lock from what is installed in .venv
+	$(BIN)/pip freeze --exclude-editable | sed 's/+cpu$$//' > requirements.lock
+
+clean: ## remove what runs produced (out/); keeps .venv
+	rm -rf out .pytest_cache .mypy_cache .ruff_cache

@@ -1,0 +1,101 @@
+"""Runs a network in the interpreter over a schedule of steps, whole or one slice of layers at a time.
+
+Slices are what keeps memory flat: each holds its own layers' weights, reads the hidden states that the slice before it
+left, and is dropped. The steps, the pools and the weights are the same either way.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass, replace
+from typing import TYPE_CHECKING
+
+from pipeline.network import inputs
+
+if TYPE_CHECKING:
+    import torch
+
+    from pipeline.checkpoint.architecture import Architecture
+    from pipeline.checkpoint.tensors import TensorSource
+    from pipeline.evaluation.schedule import Step
+    from pipeline.network.program import Program
+    from pipeline.network.spec import NetworkSpec
+
+# TensorRT type -> torch type of a pool or hidden state in `declared` mode; `exact` holds every float in fp32.
+WIDENED = "float32"
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Event:
+    """One result of one step: `rows` [T, H] after decoder layer `layer`, or the step's logits [T, V] where it is None.
+    Rows are in the step's packed order."""
+
+    step: int
+    layer: int | None
+    rows: torch.Tensor
+
+
+def read_program(
+    source: TensorSource, architecture: Architecture, spec: NetworkSpec, layers: tuple[int, int] | None = None
+) -> Program:
+    """Writes the network (or the slice `layers` of it) with TensorRT's API and reads it back."""
+    import tensorrt_rtx as trt
+
+    from pipeline.network import build_network
+    from pipeline.network.readback import read_network
+
+    builder = trt.Builder(trt.Logger(trt.Logger.ERROR))
+    network = builder.create_network(0)
+    return read_network(build_network(trt, network, replace(spec, layers=layers), architecture, source))
+
+
+def run_network(
+    source: TensorSource,
+    architecture: Architecture,
+    spec: NetworkSpec,
+    steps: Sequence[Step],
+    *,
+    num_blocks: int,
+    mode: str,
+    segments: Sequence[tuple[int, int]],
+) -> Iterator[Event]:
+    """Yields, segment by segment and step by step, every layer's output and at last the logits."""
+    import torch
+
+    from pipeline.interpreter import Interpreter
+
+    hidden: list[torch.Tensor | None] = [None] * len(steps)
+    for first, last in segments:
+        program = read_program(source, architecture, spec, (first, last))
+        interpreter = Interpreter(program, mode=mode)
+        slice_spec = replace(spec, layers=(first, last))
+        pools = {
+            pool.name: torch.zeros(pool.resolve({"NB": num_blocks}), dtype=getattr(torch, _held(pool.dtype, mode)))
+            for pool in inputs.pools(architecture, slice_spec)
+        }
+        wanted = [port.name for port in inputs.step_inputs(architecture, slice_spec)]
+        result = inputs.result(architecture, slice_spec).name
+        taps = [inputs.layer_output(layer) for layer in range(first, last)]
+        for i, step in enumerate(steps):
+            feeds = _feed(step.inputs, hidden[i], wanted) | pools
+            with torch.inference_mode():
+                outputs = interpreter.run(feeds, taps=taps)
+            for layer in range(first, last):
+                yield Event(step=i, layer=layer, rows=outputs[inputs.layer_output(layer)])
+            if last == architecture.num_layers:
+                yield Event(step=i, layer=None, rows=outputs[result])
+            else:
+                hidden[i] = outputs[result]
+
+
+def _held(dtype: str, mode: str) -> str:
+    return WIDENED if mode == "exact" else dtype
+
+
+def _feed(
+    step_inputs: Mapping[str, torch.Tensor], hidden: torch.Tensor | None, wanted: Sequence[str]
+) -> dict[str, torch.Tensor]:
+    feeds = {name: step_inputs[name] for name in wanted if name in step_inputs}
+    if hidden is not None:
+        feeds[inputs.HIDDEN_STATES] = hidden
+    return feeds

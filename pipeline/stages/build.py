@@ -1,0 +1,82 @@
+"""build: a TensorRT engine from the proven network."""
+
+from __future__ import annotations
+
+import json
+from typing import TYPE_CHECKING, Any
+
+from pipeline.stages.graph import Stage, StageContext
+from pipeline.stages.network import NETWORK_FILE, built_checkpoint, network_spec
+from pipeline.stages.verify import REPORT
+
+if TYPE_CHECKING:
+    from collections.abc import Mapping
+
+    from pipeline.config.schema import Config
+    from pipeline.engine.limits import BuildLimits
+
+ENGINE = "model.engine"
+LOG = "build.log"
+
+
+def _parameters(config: Config) -> Mapping[str, Any]:
+    return config.stages.build.model_dump(mode="json")
+
+
+def _target(config: Config) -> Any:
+    return {"backend": config.target.backend, "sm": config.target.device.sm}
+
+
+def build_limits(config: Config) -> BuildLimits:
+    """The engine's limits, with the defaults of the config resolved."""
+    from pipeline.engine.limits import BuildLimits, Rectangle
+
+    build = config.stages.build
+    return BuildLimits(
+        max_seq_len=build.max_seq_len,
+        max_batch_size=build.max_batch_size,
+        max_num_tokens=build.max_num_tokens,
+        generation=tuple(Rectangle(batch=p.batch, length=p.length) for p in build.profiles),
+        block_size=build.block_size,
+        max_blocks=build.pool_blocks,
+    )
+
+
+def _run(context: StageContext) -> None:
+    from pipeline.checkpoint import CheckpointFolder
+    from pipeline.engine.builder import build_engine
+    from pipeline.errors import BuildError
+
+    config, folder = context.config, context.workspace.path
+    checkpoint = built_checkpoint(context.inputs)
+    spec = network_spec(config, CheckpointFolder.open(checkpoint).architecture.dtype)
+    description = build_engine(
+        backend=config.target.backend,
+        checkpoint=checkpoint,
+        spec=spec,
+        limits=build_limits(config),
+        sm=config.target.device.sm,
+        output=folder / ENGINE,
+        log=folder / LOG,
+        progress=context.progress,
+    )
+    proven = json.loads((context.inputs["verify"].path / REPORT).read_text(encoding="utf-8"))["network_digest"]
+    if description.network_digest != proven:
+        raise BuildError(
+            f"the network that was built ({description.network_digest}) is not the one that was proved ({proven})",
+            hint="the code changed between the stages: run with --force verify --force build",
+        )
+    network = {"spec": json.loads(spec.to_json()), "digest": description.network_digest}
+    (folder / NETWORK_FILE).write_text(json.dumps(network, indent=2) + "\n", encoding="utf-8")
+
+
+STAGE = Stage(
+    name="build",
+    version=1,
+    run=_run,
+    inputs=("convert", "quantize", "verify"),
+    parameters=_parameters,
+    libraries=("tensorrt_rtx", "tensorrt"),
+    target=_target,
+    reproducible=False,
+)

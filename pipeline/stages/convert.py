@@ -1,0 +1,49 @@
+"""convert: a Hugging Face checkpoint to an engine checkpoint."""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING, Any
+
+from pipeline.stages.graph import Stage, StageContext
+
+if TYPE_CHECKING:
+    from collections.abc import Mapping, Sequence
+    from pathlib import Path
+
+    from pipeline.config.schema import Config
+
+
+# What of a model's folder is read; a model card or a picture beside it changes nothing.
+READ = (".safetensors", ".json", ".jinja", ".model", "merges.txt")
+
+
+def model_source(config: Config) -> Mapping[str, Sequence[Path]]:
+    """The files of the model to start from; the folder itself where there are none, for the error to name."""
+    folder = config.model.path
+    files = sorted(path for path in folder.iterdir() if path.name.endswith(READ)) if folder.is_dir() else []
+    return {"model": files or [folder]}
+
+
+def _parameters(config: Config) -> Mapping[str, Any]:
+    return config.stages.convert.model_dump(mode="json")
+
+
+def _run(context: StageContext) -> None:
+    from pipeline.checkpoint import CheckpointFolder
+    from pipeline.checkpoint.convert import convert_checkpoint
+
+    settings = context.config.stages.convert
+    source = CheckpointFolder.open(context.config.model.path)
+    convert_checkpoint(
+        source, context.workspace, dtype=settings.dtype, overflow=settings.overflow, progress=context.progress
+    )
+
+
+STAGE = Stage(
+    name="convert",
+    version=1,
+    run=_run,
+    sources=model_source,
+    parameters=_parameters,
+    libraries=("torch", "safetensors"),
+)

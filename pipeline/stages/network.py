@@ -1,0 +1,34 @@
+"""What the stages after `quantize` agree on: which checkpoint is built, and the network that is written for it."""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING, Any
+
+if TYPE_CHECKING:
+    from collections.abc import Mapping
+    from pathlib import Path
+
+    from pipeline.config.schema import Config
+    from pipeline.network.spec import NetworkSpec
+    from pipeline.stages.artifact import Artifact
+
+NETWORK_FILE = "network.json"
+
+
+def built_checkpoint(inputs: Mapping[str, Artifact]) -> Path:
+    """The quantized engine checkpoint, or the converted one where nothing is quantized."""
+    return inputs["quantize" if "quantize" in inputs else "convert"].path
+
+
+def network_parameters(config: Config) -> Mapping[str, Any]:
+    """What of the config shapes the network, for fingerprints."""
+    build = config.stages.build
+    return {"block_size": build.block_size, "max_seq_len": build.max_seq_len, "moe": build.moe}
+
+
+def network_spec(config: Config, dtype: str) -> NetworkSpec:
+    """The network of a config over an engine checkpoint of type `dtype`."""
+    from pipeline.network.spec import NetworkSpec
+
+    build = config.stages.build
+    return NetworkSpec(dtype=dtype, block_size=build.block_size, max_seq_len=build.max_seq_len, moe=build.moe)

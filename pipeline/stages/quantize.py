@@ -1,0 +1,59 @@
+"""quantize: an engine checkpoint's linears to INT4. Left out where the method is `none`."""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING, Any
+
+from pipeline.stages.graph import Stage, StageContext
+
+if TYPE_CHECKING:
+    from collections.abc import Mapping, Sequence
+    from pathlib import Path
+
+    from pipeline.config.schema import Config
+
+# Methods that look at activations, and so at text.
+CALIBRATED = ("awq",)
+
+
+def _sources(config: Config) -> Mapping[str, Sequence[Path]]:
+    settings = config.stages.quantize
+    return {"calibration": settings.calibration.files} if settings.method in CALIBRATED else {}
+
+
+def _parameters(config: Config) -> Mapping[str, Any]:
+    """What the method reads: rounding to nearest is not done again because a calibration setting changed. Of the
+    calibration files the content counts (they are sources), not the path."""
+    parameters = config.stages.quantize.model_dump(mode="json")
+    calibration = parameters.pop("calibration")
+    if config.stages.quantize.method in CALIBRATED:
+        parameters["calibration"] = {key: value for key, value in calibration.items() if key != "files"}
+    return parameters
+
+
+def _applies(config: Config) -> bool:
+    return config.stages.quantize.method != "none"
+
+
+def _run(context: StageContext) -> None:
+    from pipeline.checkpoint import CheckpointFolder
+    from pipeline.quantization.quantize import quantize_checkpoint
+
+    quantize_checkpoint(
+        CheckpointFolder.open(context.inputs["convert"].path),
+        context.workspace,
+        settings=context.config.stages.quantize,
+        progress=context.progress,
+    )
+
+
+STAGE = Stage(
+    name="quantize",
+    version=1,
+    run=_run,
+    inputs=("convert",),
+    sources=_sources,
+    parameters=_parameters,
+    libraries=("torch", "transformers", "tokenizers"),
+    applies=_applies,
+)

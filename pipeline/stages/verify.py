@@ -1,0 +1,66 @@
+"""verify: proofs and quality gates. A failed gate stops the pipeline and leaves the report in `verify.failed`."""
+
+from __future__ import annotations
+
+import json
+from typing import TYPE_CHECKING, Any
+
+from pipeline.stages.convert import model_source
+from pipeline.stages.graph import Stage, StageContext
+from pipeline.stages.network import built_checkpoint, network_parameters, network_spec
+
+if TYPE_CHECKING:
+    from collections.abc import Mapping, Sequence
+    from pathlib import Path
+
+    from pipeline.config.schema import Config
+
+REPORT = "verify.json"
+SUMMARY = "verify.txt"
+
+
+def _sources(config: Config) -> Mapping[str, Sequence[Path]]:
+    return {**model_source(config), "heldout": config.stages.verify.heldout.files}
+
+
+def _parameters(config: Config) -> Mapping[str, Any]:
+    parameters = config.stages.verify.model_dump(mode="json")
+    del parameters["heldout"]["files"]  # their content counts, not their path
+    return {**parameters, "network": network_parameters(config)}
+
+
+def _run(context: StageContext) -> None:
+    from pipeline.checkpoint import CheckpointFolder
+    from pipeline.evaluation.gates import enforce
+    from pipeline.evaluation.verification import verify
+
+    converted = CheckpointFolder.open(context.inputs["convert"].path)
+    quantized = CheckpointFolder.open(context.inputs["quantize"].path) if "quantize" in context.inputs else None
+    built = CheckpointFolder.open(built_checkpoint(context.inputs))
+    result = verify(
+        CheckpointFolder.open(context.config.model.path),
+        converted,
+        quantized,
+        network_spec(context.config, built.architecture.dtype),
+        context.config.stages.verify,
+        context.progress,
+    )
+    summary = result.summarize()
+    folder = context.workspace.path
+    (folder / REPORT).write_text(json.dumps(result.to_json(), indent=2, allow_nan=False) + "\n", encoding="utf-8")
+    (folder / SUMMARY).write_text(summary, encoding="utf-8")
+    for line in summary.splitlines():
+        context.progress.note(line)
+    run_folder = context.config.output / context.config.name
+    enforce(result.gates, str(run_folder / "verify.failed" / SUMMARY))
+
+
+STAGE = Stage(
+    name="verify",
+    version=1,
+    run=_run,
+    inputs=("convert", "quantize"),
+    sources=_sources,
+    parameters=_parameters,
+    libraries=("torch", "transformers", "tokenizers", "tensorrt_rtx"),
+)
