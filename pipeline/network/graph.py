@@ -111,11 +111,10 @@ class Graph:
         second = op.TRANSPOSE if transpose else op.NONE
         return self._add(name, self.network.add_matrix_multiply(a, op.NONE, b, second))
 
-    def dequantize(self, name: str, x: Tensor, scale: Tensor, block_shape: Sequence[int]) -> Tensor:
-        """One scale per block; the result has the scale's type."""
-        layer = self.network.add_dequantize(x, scale, scale.dtype)
-        layer.block_shape = tuple(block_shape)
-        return self._add(name, layer)
+    def dequantize(self, name: str, x: Tensor, scale: Tensor) -> Tensor:
+        """One scale per block; the result has the scale's type. The block follows from the two shapes: the builder
+        refuses INT4 where it is set ("Blockwise dequantization requires input type to be int8 …")."""
+        return self._add(name, self.network.add_dequantize(x, scale, scale.dtype))
 
     # Shapes and indices
 

@@ -111,10 +111,14 @@ def _reshape_dims(layer: Any) -> list[int] | None:
 
 
 def _block_shape(layer: Any) -> list[int] | None:
+    """As set; where it is not, as TensorRT derives it from a scale of the data's rank."""
     try:
         return [int(v) for v in layer.block_shape]
     except RuntimeError:  # how the binding says that none was set
-        return None
+        data, scale = tuple(layer.get_input(0).shape), tuple(layer.get_input(1).shape)
+        if len(data) != len(scale) or min(data, default=0) < 1:
+            return None
+        return [size // blocks for size, blocks in zip(data, scale, strict=True)]
 
 
 def _slice_axes(layer: Any) -> list[int] | None:

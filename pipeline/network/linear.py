@@ -29,7 +29,7 @@ def linear(g: Graph, weights: Weights, name: str, x: Tensor, out_features: int, 
             x = at.product("prescaled", x, scale)
         packed = at.int4("weight", quantized.packed)
         scales = at.constant("weights_scaling_factor", quantized.scales)
-        weight = at.dequantize("dequantize", packed, scales, (quantized.group, 1))
+        weight = at.dequantize("dequantize", packed, scales)
     else:
         weight = at.constant("weight", weights.read(f"{base}.weight", (out_features, in_features)))
     transpose = not weights.is_int4(base)

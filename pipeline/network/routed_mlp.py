@@ -67,9 +67,7 @@ def _stack(g: Graph, context: Context, name: str, count: int, out_features: int,
     if quantized.prescale is not None:
         rows = quantized.prescale.shape[0]
         prescale = at.constant("prequant_scaling_factor", quantized.prescale, (rows, 1, in_features))
-    return _Stack(
-        weight=at.dequantize("dequantize", packed, scales, (1, quantized.group, 1)), transposed=False, prescale=prescale
-    )
+    return _Stack(weight=at.dequantize("dequantize", packed, scales), transposed=False, prescale=prescale)
 
 
 def _dense(g: Graph, stacks: dict[str, _Stack], x: Tensor, chosen: Tensor, indices: Tensor) -> Tensor:
