@@ -1,0 +1,133 @@
+"""`engine.json`: what stands beside an engine, so that a runner, a release or a reader need not open it."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Mapping
+from dataclasses import asdict, dataclass
+from pathlib import Path
+from typing import Any
+
+from pipeline.engine.limits import BuildLimits
+from pipeline.errors import BuildError
+from pipeline.network.spec import NetworkSpec
+
+FORMAT = 1
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class TensorDescription:
+    """An engine input or output: -1 in `shape` is a size that a step chooses."""
+
+    name: str
+    dtype: str
+    shape: tuple[int, ...]
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class ShapeRange:
+    """Smallest, preferred and largest shape of an input in one profile."""
+
+    minimum: tuple[int, ...]
+    optimum: tuple[int, ...]
+    maximum: tuple[int, ...]
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class ProfileDescription:
+    """One optimization profile. `workspace_bytes` as the engine file states it, None where the file is not readable."""
+
+    name: str
+    phase: str  # "context" or "generation"
+    shapes: Mapping[str, ShapeRange]
+    workspace_bytes: int | None
+    kernels: Mapping[str, int]
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class BuildRecord:
+    """How the build went: wall time, and the build process's peak memory. `peak_bytes` counts mapped weight files too,
+    which the kernel can drop; `peak_anonymous_bytes` (sampled) does not."""
+
+    seconds: float
+    peak_bytes: int
+    peak_anonymous_bytes: int
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class EngineDescription:
+    """All that is known about a built engine.
+
+    sources: digest of each checkpoint file that went in, by its name. weights_bytes: on the GPU, None where the engine
+    file is not readable (`tensorrt`).
+    """
+
+    file: str
+    nbytes: int
+    digest: str
+    backend: str
+    backend_version: str
+    sm: int
+    network_digest: str
+    spec: NetworkSpec
+    limits: BuildLimits
+    inputs: tuple[TensorDescription, ...]
+    outputs: tuple[TensorDescription, ...]
+    profiles: tuple[ProfileDescription, ...]
+    weights_bytes: int | None
+    sources: Mapping[str, str]
+    build: BuildRecord
+
+    @property
+    def workspace_bytes(self) -> int | None:
+        """Device memory for one execution context that may use any profile: the largest profile's."""
+        sizes = [profile.workspace_bytes for profile in self.profiles]
+        return None if None in sizes else max(size for size in sizes if size is not None)
+
+    def to_json(self) -> str:
+        values = {"format": FORMAT, **asdict(self), "spec": json.loads(self.spec.to_json())}
+        return json.dumps(values, indent=2) + "\n"
+
+
+def load_description(path: Path) -> EngineDescription:
+    """Reads an `engine.json`, or the one in a folder. Raises BuildError where it is missing, damaged or newer."""
+    path = path / "engine.json" if path.is_dir() else path
+    hint = "run the build stage again"
+    try:
+        values = json.loads(path.read_text(encoding="utf-8"))
+    except OSError as error:
+        raise BuildError(f"{path}: {error.strerror}", hint=hint) from None
+    except ValueError as error:
+        raise BuildError(f"{path}: not JSON: {error}", hint=hint) from None
+    if not isinstance(values, dict) or values.pop("format", None) != FORMAT:
+        raise BuildError(f"{path}: not an engine description of format {FORMAT}", hint=hint)
+    try:
+        return _from_json(values)
+    except (KeyError, TypeError) as error:
+        raise BuildError(f"{path}: does not describe an engine: {error}", hint=hint) from None
+
+
+def _from_json(values: dict[str, Any]) -> EngineDescription:
+    return EngineDescription(
+        **{
+            **values,
+            "spec": NetworkSpec.from_json(json.dumps(values["spec"])),
+            "limits": BuildLimits.from_json(values["limits"]),
+            "inputs": tuple(_tensor(tensor) for tensor in values["inputs"]),
+            "outputs": tuple(_tensor(tensor) for tensor in values["outputs"]),
+            "profiles": tuple(_profile(profile) for profile in values["profiles"]),
+            "build": BuildRecord(**values["build"]),
+        }
+    )
+
+
+def _tensor(values: dict[str, Any]) -> TensorDescription:
+    return TensorDescription(**{**values, "shape": tuple(values["shape"])})
+
+
+def _profile(values: dict[str, Any]) -> ProfileDescription:
+    shapes = {
+        name: ShapeRange(**{bound: tuple(shape) for bound, shape in bounds.items()})
+        for name, bounds in values["shapes"].items()
+    }
+    return ProfileDescription(**{**values, "shapes": shapes})
