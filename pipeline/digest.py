@@ -93,7 +93,7 @@ def digest_bytes(data: bytes | bytearray | memoryview | npt.NDArray[np.generic])
 
 
 def digest_json(value: Any) -> str:
-    """The digest of a JSON value in one canonical spelling: sorted keys, no spaces, UTF-8. NaN, infinity: ValueError."""
+    """The digest of a JSON value in one canonical spelling: sorted keys, no spaces, UTF-8. NaN is a ValueError."""
     text = json.dumps(value, sort_keys=True, separators=(",", ":"), ensure_ascii=False, allow_nan=False)
     return digest_bytes(text.encode())
 
@@ -106,7 +106,7 @@ def digest_file(path: Path, *, cached: bool = True, on_bytes: Callable[[int], No
     cache = _cache
     if cached and cache is not None:
         status = os.stat(path)
-        known = cache.look_up(_identity(status))
+        known = cache.look_up(identify(status))
         if known is not None:
             if on_bytes:
                 on_bytes(status.st_size)
@@ -117,17 +117,17 @@ def digest_file(path: Path, *, cached: bool = True, on_bytes: Callable[[int], No
         after = os.fstat(file.fileno())
     # Cached only where nobody wrote meanwhile, and nobody could still write within the same tick of the clock.
     settled = time.time_ns() - after.st_mtime_ns > _RACY_NS
-    if cache is not None and settled and _identity(before) == _identity(after):
-        cache.remember(_identity(after), digest)
+    if cache is not None and settled and identify(before) == identify(after):
+        cache.remember(identify(after), digest)
     return digest
 
 
 def cached_digest(path: Path) -> str | None:
     """The digest of a file if it is known without reading the file."""
-    return _cache.look_up(_identity(os.stat(path))) if _cache is not None else None
+    return _cache.look_up(identify(os.stat(path))) if _cache is not None else None
 
 
-def _identity(status: os.stat_result) -> Identity:
+def identify(status: os.stat_result) -> Identity:
     return status.st_dev, status.st_ino, status.st_size, status.st_mtime_ns
 
 

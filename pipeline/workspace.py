@@ -13,7 +13,7 @@ from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import TYPE_CHECKING, Protocol
 
-from pipeline.digest import digest_file
+from pipeline.digest import Identity, digest_file, identify
 from pipeline.errors import StoreError
 
 if TYPE_CHECKING:
@@ -51,6 +51,7 @@ class FolderWorkspace:
         path.mkdir(parents=True, exist_ok=True)
         self._steps: dict[str, dict[str, tuple[int, str]]] = {}  # step -> relative path -> (size, digest)
         self._stats: dict[str, tuple[int, int, str]] = {}  # relative path -> (size, mtime_ns, digest), this run's own
+        self._linkable: dict[Identity, str] = {}
         self._durable = 0  # bytes of the journal that parsed
         self._read_journal()
 
@@ -86,6 +87,10 @@ class FolderWorkspace:
                 f"{self.path}: {nbytes:,} bytes are still to be written, the disk has {free:,} left",
                 hint="free some space, or set `output:` to a larger disk; finished steps are kept and not repeated",
             )
+
+    def recognise(self, file: Path, digest: str) -> None:
+        """A hard link to `file`, whose digest is known, need not be digested again."""
+        self._linkable[identify(file.stat())] = digest
 
     def files(self) -> list[Path]:
         """Every file written so far, sorted, without the journal."""
@@ -128,8 +133,8 @@ class FolderWorkspace:
         known = self._stats.get(name)
         if known is None or known[:2] != (status.st_size, status.st_mtime_ns):
             # Past the cache: what a killed run left is to be checked by what it holds.
-            known = (status.st_size, status.st_mtime_ns, digest_file(self.path / name, cached=False))
-            self._stats[name] = known
+            digest = self._linkable.get(identify(status)) or digest_file(self.path / name, cached=False)
+            known = self._stats[name] = (status.st_size, status.st_mtime_ns, digest)
         return known
 
     def _relative(self, file: Path) -> str:

@@ -1,0 +1,62 @@
+"""Why a fingerprint is another one than last time, in words a user can act on."""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING, Any
+
+if TYPE_CHECKING:
+    from collections.abc import Mapping
+
+
+def explain_change(old: Mapping[str, Any], new: Mapping[str, Any]) -> list[str]:
+    """What differs between two records, one line each: "group_size: 128 → 64", "model: config.json changed"."""
+    lines = []
+    if old.get("version") != new.get("version"):
+        lines.append(f"this version of trtseek makes it differently ({old.get('version')} → {new.get('version')})")
+    lines += _explain_values(old.get("parameters"), new.get("parameters"), "")
+    lines += _explain_values(old.get("target"), new.get("target"), "target")
+    for source in _keys(old.get("sources"), new.get("sources")):
+        lines += _explain_files(source, old.get("sources", {}).get(source, []), new.get("sources", {}).get(source, []))
+    for library in _keys(old.get("libraries"), new.get("libraries")):
+        before, after = old.get("libraries", {}).get(library), new.get("libraries", {}).get(library)
+        if before != after:
+            lines.append(f"library {library}: {before or 'absent'} → {after or 'absent'}")
+    for stage in _keys(old.get("inputs"), new.get("inputs")):
+        before, after = old.get("inputs", {}).get(stage), new.get("inputs", {}).get(stage)
+        if before is None or after is None:
+            lines.append(f"{'no longer reads' if after is None else 'now reads'} {stage}")
+        elif before != after:
+            lines.append(f"{stage} changed")
+    return lines
+
+
+def _keys(*mappings: Mapping[str, Any] | None) -> list[str]:
+    return sorted({key for mapping in mappings for key in mapping or {}})
+
+
+def _explain_values(old: Any, new: Any, path: str) -> list[str]:
+    if isinstance(old, dict) and isinstance(new, dict):
+        return [
+            line
+            for key in _keys(old, new)
+            for line in _explain_values(old.get(key), new.get(key), f"{path}.{key}" if path else key)
+        ]
+    return [] if old == new else [f"{path}: {_spell(old)} → {_spell(new)}"]
+
+
+def _explain_files(source: str, old: list[list[str]], new: list[list[str]]) -> list[str]:
+    before: dict[str, str] = {entry[0]: entry[1] for entry in old}
+    after: dict[str, str] = {entry[0]: entry[1] for entry in new}
+    lines = [f"{source}: {name} is new" for name in after if name not in before]
+    lines += [f"{source}: {name} is gone" for name in before if name not in after]
+    lines += [f"{source}: {name} changed" for name in after if before.get(name, after[name]) != after[name]]
+    if not lines and old != new:
+        lines.append(f"{source}: the order of its files changed")
+    return lines if len(lines) <= 3 else [*lines[:2], f"{source}: {len(lines) - 2} more files changed"]
+
+
+def _spell(value: Any) -> str:
+    if value is None:
+        return "unset"
+    text = str(value).lower() if isinstance(value, bool) else str(value)
+    return text if len(text) <= 60 else text[:57] + "…"
