@@ -1,0 +1,174 @@
+"""An architecture's rows, expanded over its layers and experts, and held against a checkpoint's headers."""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Iterable, Iterator
+from collections.abc import Mapping as AbstractMapping
+from functools import cached_property
+from itertools import chain
+
+from pipeline.checkpoint.architecture import Architecture
+from pipeline.checkpoint.layouts import deepseek_v2, llama
+from pipeline.checkpoint.layouts.rows import DENSE, EXPERT, MODEL, ROUTED, Dimension, Mapping, Row
+from pipeline.checkpoint.tensors import TensorInfo
+from pipeline.errors import CheckpointError
+
+Shape = tuple[int, ...]
+
+# HF class -> the module with its ROWS, UNUSED and list_dimensions.
+LAYOUTS = {"LlamaForCausalLM": llama, "DeepseekV2ForCausalLM": deepseek_v2}
+
+
+class Layout:
+    """The two-way name layout of one model."""
+
+    def __init__(
+        self,
+        architecture: Architecture,
+        rows: tuple[Row, ...],
+        dimensions: AbstractMapping[str, Dimension],
+        unused: tuple[str, ...],
+    ) -> None:
+        self.architecture = architecture
+        self._rows = [row for row in rows if not row.when or row.when in list_flags(architecture)]
+        self._shapes = {row.target: _shape_row(row, dimensions) for row in self._rows}
+        self._unused = [re.compile(pattern) for pattern in unused]
+
+    def mappings(self) -> list[Mapping]:
+        """Every tensor of the model: the embedding, then layer by layer (experts in order), then the head."""
+        return self._mappings
+
+    def layer_mappings(self, layer: int) -> list[Mapping]:
+        """The tensors of one decoder layer."""
+        return self._by_layer.get(layer, [])
+
+    def match(self, tensors: AbstractMapping[str, TensorInfo], origin: str) -> tuple[list[Mapping], list[str]]:
+        """The mappings whose sources `tensors` has, and the names of tensors known to be of no use.
+
+        Raises CheckpointError for a missing tensor, a shape that contradicts config.json (with both shapes and the
+        keys), or a tensor that no row reads; `origin` names the checkpoint in messages.
+        """
+        present: list[Mapping] = []
+        read: set[str] = set()
+        for mapping in self._mappings:
+            missing = [name for name in mapping.sources if name not in tensors]
+            if mapping.optional and len(missing) == len(mapping.sources):
+                continue
+            if missing:
+                raise CheckpointError(
+                    f"{origin}: {missing[0]} is missing; {self.architecture.name} as config.json describes it has one",
+                    hint=f"compare with config.json: {_list_keys(mapping)}",
+                )
+            for name, wanted, keys in zip(mapping.sources, mapping.source_shapes, mapping.keys, strict=True):
+                if tensors[name].shape != wanted:
+                    raise CheckpointError(
+                        f"{origin}: {name} has shape {list(tensors[name].shape)}, config.json asks for {list(wanted)} "
+                        f"({keys})",
+                        hint="config.json and the weights are of two models, or one of them is damaged",
+                    )
+            present.append(mapping)
+            read.update(mapping.sources)
+        return present, self._list_unused(tensors.keys() - read, origin)
+
+    def _list_unused(self, names: Iterable[str], origin: str) -> list[str]:
+        unused = sorted(names)
+        unknown = [name for name in unused if not any(pattern.fullmatch(name) for pattern in self._unused)]
+        if unknown:
+            raise CheckpointError(
+                f"{origin}: {len(unknown)} tensors have no place in {self.architecture.name} as config.json describes "
+                f"it, {unknown[0]} among them",
+                hint="leaving weights out would change the model: check config.json's layer and expert counts, "
+                "tie_word_embeddings, attention_bias and mlp_bias",
+            )
+        return unused
+
+    @cached_property
+    def _mappings(self) -> list[Mapping]:
+        before, layers, after = _split_rows(self._rows)
+        return [
+            *(self._expand(row, None, None) for row in before),
+            *chain.from_iterable(self._expand_layer(layers, layer) for layer in range(self.architecture.num_layers)),
+            *(self._expand(row, None, None) for row in after),
+        ]
+
+    @cached_property
+    def _by_layer(self) -> dict[int, list[Mapping]]:
+        layers: dict[int, list[Mapping]] = {}
+        for mapping in self._mappings:
+            if mapping.layer is not None:
+                layers.setdefault(mapping.layer, []).append(mapping)
+        return layers
+
+    def _expand_layer(self, rows: list[Row], layer: int) -> Iterator[Mapping]:
+        routed = self.architecture.is_routed(layer)
+        for row in rows:
+            if row.where != EXPERT and row.where != (DENSE if routed else ROUTED):
+                yield self._expand(row, layer, None)
+        if routed and self.architecture.experts is not None:
+            for expert in range(self.architecture.experts.num_routed):
+                for row in rows:
+                    if row.where == EXPERT:
+                        yield self._expand(row, layer, expert)
+
+    def _expand(self, row: Row, layer: int | None, expert: int | None) -> Mapping:
+        source_shapes, target_shape, keys = self._shapes[row.target]
+        return Mapping(
+            target=row.target.format(l=layer, e=expert),
+            sources=tuple(source.format(l=layer, e=expert) for source in row.sources),
+            source_shapes=source_shapes,
+            target_shape=target_shape,
+            role=row.role,
+            layer=layer,
+            expert=expert,
+            optional=row.optional,
+            keys=keys,
+        )
+
+
+def _shape_row(row: Row, dims: AbstractMapping[str, Dimension]) -> tuple[tuple[Shape, ...], Shape, tuple[str, ...]]:
+    """Shapes of the sources and the target, and per source the keys of config.json behind its shape."""
+    tail = (dims[row.columns].size,) if row.columns else ()
+    keys = tuple(f"{dims[r].keys} by {dims[row.columns].keys}" if tail else dims[r].keys for r in row.rows)
+    return tuple((dims[r].size, *tail) for r in row.rows), (sum(dims[r].size for r in row.rows), *tail), keys
+
+
+def layout_for(architecture: Architecture) -> Layout:
+    """The layout of an architecture. Raises CheckpointError where there is none."""
+    module = LAYOUTS.get(architecture.name)
+    if module is None:
+        raise CheckpointError(
+            f"architecture {architecture.name} has no weight layout", hint=f"supported: {', '.join(LAYOUTS)}"
+        )
+    unused = module.UNUSED
+    if architecture.tie_word_embeddings:
+        unused = (*unused, r"lm_head\.weight")  # a copy of the embedding, which transformers overwrites too
+    return Layout(architecture, module.ROWS, module.list_dimensions(architecture), unused)
+
+
+def list_flags(a: Architecture) -> frozenset[str]:
+    """The conditions that rows may ask for in `when`."""
+    lora = a.latent is not None and a.latent.q_lora_rank is not None
+    flags = {
+        "untied": not a.tie_word_embeddings,
+        "attention_bias": a.attention_bias,
+        "mlp_bias": a.mlp_bias,
+        "q_lora": lora,
+        "q_lora_bias": lora and a.attention_bias,
+        "q_full": not lora,
+    }
+    return frozenset(name for name, is_set in flags.items() if is_set)
+
+
+def _list_keys(mapping: Mapping) -> str:
+    if mapping.layer is None:
+        return "architectures, tie_word_embeddings"
+    experts = "n_routed_experts, " if mapping.expert is not None else ""
+    return f"{experts}num_hidden_layers, first_k_dense_replace, q_lora_rank, attention_bias, mlp_bias"
+
+
+def _split_rows(rows: list[Row]) -> tuple[list[Row], list[Row], list[Row]]:
+    """Rows before, of and after the decoder layers, in the order they were written in."""
+    layer_rows = [i for i, row in enumerate(rows) if row.where != MODEL]
+    first, last = layer_rows[0], layer_rows[-1]
+    return rows[:first], rows[first : last + 1], rows[last + 1 :]
