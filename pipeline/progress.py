@@ -207,7 +207,9 @@ def format_share(done: float, total: float, unit: str) -> str:
 
 
 def format_rate(rate: float, unit: str) -> str:
-    return f"{rate / 1e9:.2f} GB/s" if unit == "B" else f"{rate:.3g} {unit}/s"
+    if unit == "B":
+        return f"{format_amount(rate, 'B')}/s"
+    return f"{rate:,.0f} {unit}/s" if rate >= 100 else f"{rate:.2g} {unit}/s"
 
 
 def format_seconds(seconds: float) -> str:
