@@ -47,7 +47,7 @@ def quantize(
     rounder = _Rounder(weight, group, scale_dtype, limits, name)
     for start, stop in rounder.tiles():
         scales[start:stop] = rounder.scale(start, stop)
-        q[start:stop] = rounder.round(start, stop, scales[start:stop])
+        q[start:stop] = rounder.round(start, stop, scales[start:stop, :, None])
     return q, scales
 
 
@@ -67,8 +67,22 @@ def quantize_packed(
     rounder = _Rounder(weight, group, scale_dtype, limits, name)
     for start, stop in rounder.tiles():
         scales[start:stop] = rounder.scale(start, stop)
-        pack(rounder.round(start, stop, scales[start:stop]), out=packed[start // 2 : stop // 2])
+        pack(rounder.round(start, stop, scales[start:stop, :, None]), out=packed[start // 2 : stop // 2])
     return packed, scales
+
+
+def round_trip(
+    weight: Tensor, group: int, *, scale_dtype: torch.dtype | None = None, limits: Tensor | None = None
+) -> Tensor:
+    """What `quantize` and back makes of `weight` [O, I]: float32 [O, I]. For searches, which do this many times."""
+    rows, columns = weight.shape
+    result = torch.empty(rows, columns, dtype=torch.float32)
+    rounder = _Rounder(weight, group, scale_dtype, limits, "weight")
+    for start, stop in rounder.tiles():
+        scales = rounder.scale(start, stop)[:, :, None]
+        grouped = rounder.round_floats(start, stop, scales).view(stop - start, -1, group)
+        torch.mul(grouped, scales, out=result[start:stop].view_as(grouped))
+    return result
 
 
 def pack(q: Tensor, *, out: Tensor | None = None) -> Tensor:
@@ -141,12 +155,14 @@ class _Rounder:
         return scales.masked_fill_(scales == 0, 1.0)
 
     def round(self, start: int, stop: int, scales: Tensor) -> Tensor:
-        """int8 [rows, I] of the tile last given to `scale`; valid until the next call."""
+        """int8 [rows, I] of the tile last given to `scale`; valid until the next call. `scales` [rows, I/g, 1]."""
+        return self.q[: stop - start].copy_(self.round_floats(start, stop, scales))
+
+    def round_floats(self, start: int, stop: int, scales: Tensor) -> Tensor:
+        """The same as whole numbers in float32."""
         values = self.values[: stop - start]
-        grouped = values.view(stop - start, -1, self.group)
-        torch.div(grouped, scales[:, :, None], out=grouped)
-        values.round_().clamp_(LOWEST, HIGHEST)
-        return self.q[: stop - start].copy_(values)
+        values.view(stop - start, -1, self.group).div_(scales)
+        return values.round_().clamp_(LOWEST, HIGHEST)
 
 
 def _groups(columns: int, group: int, name: str) -> int:

@@ -1,0 +1,123 @@
+"""Activation-aware weight quantization: Lin et al., arXiv 2306.00978, §3.2 and the authors' code (llm-awq).
+
+Weights that meet large activations matter more. Scaling an input channel up by s > 1 before rounding, and its input
+down, shrinks that channel's error by s as long as the group's maximum stays. s = mean|x|^alpha, normalised so that
+sqrt(max·min) = 1, with alpha from a grid that holds 0 (round to nearest), judged by the output error
+|XWᵀ - (X/s)Q(W·s)ᵀ|² on sampled rows; for several linears that share s, by the sum.
+
+Clipping (optional): a smaller range per group of weights can pay off; judged by the error of that group's own
+contribution to the output, then kept for a linear only where its whole output error did not grow.
+
+Shapes: O output features, I input features, g input features per group, R sampled rows.
+"""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING
+
+import torch
+
+from pipeline.quantization.int4 import round_trip
+from pipeline.quantization.problem import Choice, Loss, Problem
+
+if TYPE_CHECKING:
+    from torch import Tensor
+
+    from pipeline.quantization.capture import Inputs
+    from pipeline.quantization.rules import Linear
+
+ALPHAS = tuple(i / 20 for i in range(20))
+SHRINKS = tuple(1 - i / 20 for i in range(1, 11))
+# Channels that calibration saw (almost) silent: they get the scale of one this much below the loudest.
+FLOOR = 1e-4
+CLIP_ROWS = 256  # output features clipped at a time: bounds memory to a few times this by I
+
+
+def choose(problem: Problem) -> Choice:
+    """The scale, clipping limits and losses of a group; without inputs, plain rounding to nearest."""
+    if problem.mean_abs is None or not problem.inputs:
+        return Choice()
+    candidates = _candidates(problem)
+    linears = [linear for linear in problem.linears if linear.name in problem.inputs]
+    errors: dict[str, list[float]] = {}
+    outputs: dict[str, float] = {}
+    total = torch.zeros(len(candidates), dtype=torch.float64)
+    for linear in linears:
+        weight, inputs = problem.read(linear.name), problem.inputs[linear.name]
+        found = [output_error(weight, s, inputs.rows, linear.group, problem.scale_dtype) for _, s in candidates]
+        errors[linear.name] = found
+        outputs[linear.name] = _squared(inputs.rows @ weight.T)
+        # Rows are a sample: weigh them by the tokens that they stand for.
+        total += torch.tensor(found, dtype=torch.float64) * (inputs.tokens / max(inputs.rows.shape[0], 1))
+    best = int(total.argmin())
+    alpha, scale = candidates[best]
+    limits, after = {}, {linear.name: errors[linear.name][best] for linear in linears}
+    if problem.clip:
+        for linear in linears:
+            inputs = problem.inputs[linear.name]
+            found_limits, error = _clip(problem, linear, scale, inputs, after[linear.name])
+            if found_limits is not None:
+                limits[linear.name], after[linear.name] = found_limits, error
+    losses = {
+        name: Loss(errors[name][0] / max(outputs[name], 1e-30), after[name] / max(outputs[name], 1e-30))
+        for name in errors
+    }
+    return Choice(alpha=alpha, scale=None if alpha == 0 else scale, limits=limits, losses=losses)
+
+
+def output_error(
+    weight: Tensor, scale: Tensor, rows: Tensor, group: int, scale_dtype: torch.dtype, limits: Tensor | None = None
+) -> float:
+    """|rows·Wᵀ - (rows/s)·Q(W·s)ᵀ|² for W [O, I], s [I], rows [R, I]."""
+    rounded = round_trip(weight * scale, group, scale_dtype=scale_dtype, limits=limits)
+    return _squared(rows @ rounded.div_(scale).sub_(weight).T)
+
+
+def _candidates(problem: Problem) -> list[tuple[float, Tensor]]:
+    """(alpha, s) of the grid that the checkpoint can hold; the first is (0, ones)."""
+    mean = problem.mean_abs
+    if mean is None:
+        raise ValueError("candidates need a mean")
+    candidates = [(0.0, torch.ones_like(mean))]
+    top = mean.max()
+    if top <= 0:
+        return candidates
+    for alpha in ALPHAS[1:]:
+        s = (mean / top).clamp(min=FLOOR) ** alpha
+        realised = problem.realise(s / (s.max() * s.min()).sqrt())
+        if realised is not None:
+            candidates.append((alpha, realised))
+    return candidates
+
+
+def _clip(problem: Problem, linear: Linear, scale: Tensor, inputs: Inputs, error: float) -> tuple[Tensor | None, float]:
+    """(limits [O, I/g], error) where clipping lowers the linear's error below `error`, else (None, error)."""
+    weight = problem.read(linear.name)
+    grouped_rows = (inputs.rows / scale).view(inputs.rows.shape[0], -1, linear.group).transpose(0, 1)
+    gram = grouped_rows.transpose(1, 2) @ grouped_rows  # [I/g, g, g]
+    limits = torch.cat(
+        [_clip_rows(part * scale, gram, linear.group, problem.scale_dtype) for part in torch.split(weight, CLIP_ROWS)]
+    )
+    clipped = output_error(weight, scale, inputs.rows, linear.group, problem.scale_dtype, limits)
+    return (limits, clipped) if clipped < error else (None, error)
+
+
+def _clip_rows(weight: Tensor, gram: Tensor, group: int, scale_dtype: torch.dtype) -> Tensor:
+    """The best limits [O, I/g] for scaled weights [O, I]: the least eᵀGe of each group's rounding error e [g]."""
+    amax = weight.view(weight.shape[0], -1, group).abs().amax(2)
+
+    def error(limits: Tensor | None) -> Tensor:
+        rounded = round_trip(weight, group, scale_dtype=scale_dtype, limits=limits)
+        e = rounded.sub_(weight).view(weight.shape[0], -1, group).transpose(0, 1)  # [I/g, O, g]
+        return ((e @ gram) * e).sum(2).T
+
+    best, least = amax, error(None)
+    for shrink in SHRINKS:
+        found = error(amax * shrink)
+        best = torch.where(found < least, amax * shrink, best)
+        least = torch.minimum(found, least)
+    return best
+
+
+def _squared(x: Tensor) -> float:
+    return float(x.square().sum(dtype=torch.float64))

@@ -1,0 +1,132 @@
+"""Calibration: text goes through the transformers model, one decoder layer in memory at a time, kept states on disk.
+
+The states that a layer sees are those of the original model, not of the already quantized layers before it, as in
+AWQ's own code: layers do not depend on each other, and a killed run goes on at the layer where it was.
+"""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING
+
+import torch
+
+from pipeline.errors import QuantizationError
+from pipeline.progress import SILENT, Progress
+from pipeline.quantization.capture import Capture, Captured, draw_priorities
+from pipeline.quantization.hidden_states import HiddenStates
+
+if TYPE_CHECKING:
+    from collections.abc import Callable, Iterable, Iterator
+    from pathlib import Path
+
+    from torch import Tensor
+
+    from pipeline.checkpoint.folder import CheckpointFolder
+    from pipeline.workspace import Workspace
+
+FOLDER = "calibration"
+EMBEDDING = "transformer.vocab_embedding.weight"
+
+
+class Calibration:
+    """Runs the layers of an engine checkpoint over `tokens` (int64 [samples, length]), in float32."""
+
+    def __init__(
+        self,
+        source: CheckpointFolder,
+        workspace: Workspace,
+        tokens: Callable[[], Tensor],
+        *,
+        samples: int,
+        length: int,
+        seed: int,
+        progress: Progress = SILENT,
+    ) -> None:
+        self.source, self.workspace, self.tokens, self.progress = source, workspace, tokens, progress
+        self.samples, self.length, self.seed = samples, length, seed
+        self.folder = workspace.path / FOLDER
+
+    def states(self, layer: int) -> HiddenStates:
+        path = self.folder / f"states-{layer:05}.f32"
+        return HiddenStates(path, self.samples, self.length, self.source.architecture.hidden_size)
+
+    def capture(self, layer: int, names: Iterable[str]) -> Captured:
+        """Runs `layer` over all samples, keeps what it hands on, and returns the inputs of the modules `names`.
+
+        Starts at the latest layer whose states an earlier run left. Raises QuantizationError, naming the layer, where
+        activations are not finite.
+        """
+        for earlier in range(self._latest(layer), layer):
+            self._run(earlier, None)
+        experts = self.source.architecture.experts
+        routed = experts.num_routed if experts is not None and self.source.architecture.is_routed(layer) else 0
+        capture = Capture(names, draw_priorities(self.samples * self.length, self.seed), routed)
+        self._run(layer, capture)
+        return capture.finish()
+
+    def forget(self, layer: int) -> None:
+        """Deletes the states before `layer`: it is quantized, and those after it are kept."""
+        self.states(layer).path.unlink(missing_ok=True)
+
+    def _latest(self, layer: int) -> int:
+        """The last layer up to `layer` whose input is on disk; makes the first layer's where none is."""
+        for candidate in range(layer, -1, -1):
+            if self.workspace.is_done(f"states-{candidate}") and self.states(candidate).path.exists():
+                return candidate
+        self.folder.mkdir(exist_ok=True)
+        states = self.states(0)
+        embedding, tokens = self.source.read(EMBEDDING).to_torch(), self.tokens()
+        states.write(embedding[tokens[start:stop]].float() for start, stop in states.spans())
+        self.workspace.finish("states-0", [states.path])
+        return 0
+
+    def _run(self, layer: int, capture: Capture | None) -> None:
+        following = self.states(layer + 1)
+        known = self.workspace.is_done(f"states-{layer + 1}") and following.path.exists()
+        last = layer + 1 == self.source.architecture.num_layers
+        outputs = self._outputs(layer, capture)
+        if known or last:
+            for _ in outputs:  # only looked at
+                pass
+            return
+        following.write(outputs)
+        self.workspace.finish(f"states-{layer + 1}", [following.path])
+
+    def _outputs(self, layer: int, capture: Capture | None) -> Iterator[Tensor]:
+        from contextlib import nullcontext
+
+        from pipeline.checkpoint.export import hf_layer_state
+        from pipeline.checkpoint.reference import build_hf_layer, build_hf_rotary, causal_mask
+
+        states = self.states(layer)
+        state = hf_layer_state(self.source, self.source.architecture, layer)
+        module = build_hf_layer(self.source.config, layer, state, torch.float32)
+        del state
+        rotary = build_hf_rotary(self.source.config)
+        mask = causal_mask(self.length, torch.float32)
+        positions = torch.arange(self.length)[None]
+        self.progress.start(f"calibrating layer {layer}", self.samples, "samples")
+        with capture.watching(module) if capture else nullcontext():
+            for (start, stop), hidden in zip(states.spans(), states.batches(), strict=True):
+                if capture:
+                    capture.start_batch(start * self.length)
+                embeddings = rotary(hidden, positions.expand(stop - start, -1))
+                output = module(hidden, attention_mask=mask, position_embeddings=embeddings)
+                if not torch.isfinite(output).all():
+                    raise QuantizationError(
+                        f"layer {layer}: activations are NaN or infinite in samples {start} to {stop - 1}",
+                        hint="the checkpoint's weights are damaged, or were converted to a type that they overflow",
+                    )
+                yield output
+                self.progress.advance(stop - start)
+
+
+def tokenizer_file(source: CheckpointFolder) -> Path:
+    """The checkpoint's tokenizer.json. Raises QuantizationError where there is none."""
+    for file in source.tokenizer_files:
+        if file.name == "tokenizer.json":
+            return file
+    raise QuantizationError(
+        f"{source.path} has no tokenizer.json; calibration text cannot be tokenized",
+        hint="put the model's tokenizer.json beside config.json, or use method: rtn, which needs no text",
+    )

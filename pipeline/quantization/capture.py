@@ -1,0 +1,131 @@
+"""What reaches a layer's linears, kept small: mean |x| per channel, and a bounded sample of rows for the loss.
+
+Which rows are kept is decided by a seeded priority of each token, not by the order in which they come: the same rows
+whatever the batch, and for an expert a fair sample of the tokens that the router really sent to it.
+
+Shapes: T tokens of all samples together, I input features, E routed experts, n tokens of a batch.
+"""
+
+from __future__ import annotations
+
+from contextlib import contextmanager
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, Any
+
+import torch
+
+if TYPE_CHECKING:
+    from collections.abc import Iterable, Iterator
+
+    from torch import Tensor, nn
+
+ROWS = 512
+# Rows kept for all experts of a layer together, and for one at least: 64 rows of a 256-expert, 7168-wide layer are
+# already half a gigabyte.
+EXPERT_ROWS, FEWEST_EXPERT_ROWS = 16384, 64
+EXPERTS = "mlp.experts"
+
+
+@dataclass(frozen=True, slots=True)
+class Inputs:
+    """`mean_abs` float32 [I] over all `tokens`; `rows` float32 [at most ROWS, I] of them."""
+
+    mean_abs: Tensor
+    rows: Tensor
+    tokens: int
+
+
+@dataclass(frozen=True, slots=True)
+class Captured:
+    """A layer's inputs by HF module name; for a routed layer also each expert's own share of its input."""
+
+    inputs: dict[str, Inputs]
+    experts: tuple[Inputs, ...] = ()
+
+
+class Sampler:
+    """Collects one input. `priorities` int64 [T]: the tokens with the lowest ones are kept."""
+
+    def __init__(self, priorities: Tensor, limit: int = ROWS) -> None:
+        self.priorities, self.limit = priorities, limit
+        self.tokens = 0
+        self._sums: Tensor | None = None
+        self._rows: list[Tensor] = []
+        self._kept = torch.empty(0, dtype=torch.int64)
+
+    def add(self, x: Tensor, positions: Tensor) -> None:
+        """`x` [n, I] at token positions [n] (0 ≤ position < T)."""
+        self.tokens += x.shape[0]
+        sums = x.abs().sum(0, dtype=torch.float64)
+        self._sums = sums if self._sums is None else self._sums + sums
+        priorities = self.priorities[positions]
+        if self._kept.numel() >= self.limit:
+            better = priorities < self._kept[-1]
+            x, priorities = x[better], priorities[better]
+        rows = torch.cat([*self._rows, x.float()])
+        self._kept, order = torch.cat([self._kept, priorities]).sort()
+        self._kept, order = self._kept[: self.limit], order[: self.limit]
+        self._rows = [rows[order]]
+
+    def finish(self) -> Inputs:
+        """The mean is rounded to bfloat16's 8 bits: enough for a scale, and the same on every number of threads."""
+        if self._sums is None:
+            return Inputs(torch.empty(0), torch.empty(0, 0), 0)
+        return Inputs((self._sums / self.tokens).bfloat16().float(), self._rows[0], self.tokens)
+
+
+def draw_priorities(tokens: int, seed: int) -> Tensor:
+    """A permutation of 0 … tokens-1."""
+    return torch.randperm(tokens, generator=torch.Generator().manual_seed(seed))
+
+
+class Capture:
+    """Watches the inputs of the named modules of one HF decoder layer while batches go through it.
+
+    `num_experts` is 0 for a layer without routed experts; else "mlp.experts" may be among `names`, and what it is given
+    is also kept expert by expert, as the router chose.
+    """
+
+    def __init__(self, names: Iterable[str], priorities: Tensor, num_experts: int = 0) -> None:
+        self.samplers = {name: Sampler(priorities) for name in names}
+        limit = min(ROWS, max(FEWEST_EXPERT_ROWS, EXPERT_ROWS // max(num_experts, 1)))
+        experts = num_experts if EXPERTS in self.samplers else 0
+        self.experts = [Sampler(priorities, limit) for _ in range(experts)]
+        self._start = 0
+
+    @contextmanager
+    def watching(self, module: nn.Module) -> Iterator[None]:
+        handles = [
+            module.get_submodule(name).register_forward_pre_hook(self._hook(sampler, name == EXPERTS))
+            for name, sampler in self.samplers.items()
+        ]
+        try:
+            yield
+        finally:
+            for handle in handles:
+                handle.remove()
+
+    def start_batch(self, first_token: int) -> None:
+        """The batch that comes next begins at this token."""
+        self._start = first_token
+
+    def finish(self) -> Captured:
+        inputs = {name: sampler.finish() for name, sampler in self.samplers.items()}
+        return Captured(inputs, tuple(sampler.finish() for sampler in self.experts))
+
+    def _hook(self, sampler: Sampler, routed: bool) -> Any:
+        def see(_: nn.Module, arguments: tuple[Tensor, ...]) -> None:
+            x = arguments[0].reshape(-1, arguments[0].shape[-1])
+            positions = self._start + torch.arange(x.shape[0])
+            sampler.add(x, positions)
+            if routed:
+                self._add_to_experts(x, positions, chosen=arguments[1])
+
+        return see
+
+    def _add_to_experts(self, x: Tensor, positions: Tensor, chosen: Tensor) -> None:
+        """`chosen` int64 [n, top_k]: the experts of each token, as DeepseekV2Experts.forward receives them."""
+        for expert, sampler in enumerate(self.experts):
+            rows = (chosen == expert).any(dim=1).nonzero().squeeze(1)
+            if rows.numel():
+                sampler.add(x[rows], positions[rows])

@@ -1,0 +1,57 @@
+"""The hidden states between two decoder layers, in a file: calibration holds one batch of them in memory.
+
+Plain float32, [samples, length, hidden], row-major, no header: the file lives only while a checkpoint is quantized.
+"""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING, BinaryIO
+
+import numpy as np
+import torch
+
+from pipeline.errors import QuantizationError
+
+if TYPE_CHECKING:
+    from collections.abc import Iterator
+    from pathlib import Path
+
+    from torch import Tensor
+
+TOKENS_PER_BATCH = 2048
+
+
+class HiddenStates:
+    """The states of all samples before one layer."""
+
+    def __init__(self, path: Path, samples: int, length: int, hidden: int) -> None:
+        self.path, self.samples, self.length, self.hidden = path, samples, length, hidden
+
+    @property
+    def nbytes(self) -> int:
+        return self.samples * self.length * self.hidden * 4
+
+    def spans(self) -> list[tuple[int, int]]:
+        """Samples [start, stop) of each batch; the same in every run, since batched products round by batch."""
+        step = max(1, TOKENS_PER_BATCH // self.length)
+        return [(start, min(start + step, self.samples)) for start in range(0, self.samples, step)]
+
+    def batches(self) -> Iterator[Tensor]:
+        """float32 [B, length, hidden] of each span."""
+        if self.path.stat().st_size != self.nbytes:
+            raise QuantizationError(f"{self.path} has {self.path.stat().st_size} bytes, not {self.nbytes}")
+        with open(self.path, "rb") as file:
+            for start, stop in self.spans():
+                count = (stop - start) * self.length * self.hidden
+                flat = np.fromfile(file, dtype=np.float32, count=count)
+                yield torch.from_numpy(flat).view(stop - start, self.length, self.hidden)
+
+    def write(self, batches: Iterator[Tensor]) -> None:
+        """The batches of all spans, in order."""
+        with open(self.path, "wb") as file:
+            for batch in batches:
+                _write(file, batch)
+
+
+def _write(file: BinaryIO, batch: Tensor) -> None:
+    file.write(batch.contiguous().view(-1).view(torch.uint8).numpy().data)

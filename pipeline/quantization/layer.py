@@ -1,0 +1,160 @@
+"""One decoder layer: its scale groups put to the method as problems, the answers gathered for writing."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field
+from functools import partial
+from typing import TYPE_CHECKING, Any
+
+import torch
+
+from pipeline.errors import QuantizationError
+from pipeline.quantization.capture import EXPERTS, Captured, Inputs
+from pipeline.quantization.folding import Adjustments, realise
+from pipeline.quantization.problem import Choice, Problem
+
+if TYPE_CHECKING:
+    from collections.abc import Mapping, Sequence
+
+    from torch import Tensor
+
+    from pipeline.checkpoint.tensors import TensorSource
+    from pipeline.progress import Progress
+    from pipeline.quantization.methods import Method
+    from pipeline.quantization.rules import Linear
+    from pipeline.quantization.scale_groups import ScaleGroup
+
+# An expert with fewer calibration tokens has no statistics of its own: fewer than a handful of values per channel.
+FEW_TOKENS = 32
+
+
+@dataclass(slots=True)
+class LayerPlan:
+    """What `write` needs: the scales, the clipping limits by linear, and the report's rows by linear."""
+
+    adjustments: Adjustments
+    limits: dict[str, Tensor] = field(default_factory=dict)
+    rows: dict[str, dict[str, Any]] = field(default_factory=dict)
+    experts: dict[str, Any] | None = None
+
+
+def plan_layer(
+    layer: int,
+    groups: Sequence[ScaleGroup],
+    linears: Mapping[str, Linear],
+    source: TensorSource,
+    captured: Captured | None,
+    method: Method,
+    *,
+    dtype: torch.dtype,
+    clip: bool,
+    unrouted: str,
+    progress: Progress,
+) -> LayerPlan:
+    """Asks the method about every group. `captured` is None for a method that measures nothing.
+
+    Raises QuantizationError for experts without tokens where `unrouted` is "error".
+    """
+    plan = LayerPlan(Adjustments(dtype))
+    starved = _find_starved(captured)
+    if captured is not None and captured.experts:
+        plan.experts = _report_experts(layer, captured, starved, unrouted)
+    for group in groups:
+        inputs = _inputs_of(group, linears, source, captured, starved, unrouted) if captured is not None else {}
+        problem = Problem(
+            name=group.name,
+            linears=tuple(linears[name] for name in group.linears),
+            read=partial(_read_weight, source),
+            mean_abs=_mean_abs(group, captured, inputs),
+            inputs=inputs,
+            realise=partial(realise, fold=group.fold, source=source, dtype=dtype),
+            scale_dtype=dtype,
+            clip=clip and group.clip,
+        )
+        _take(plan, group, method.choose(problem), linears, source)
+        progress.advance(1)
+    return plan
+
+
+def _take(
+    plan: LayerPlan, group: ScaleGroup, choice: Choice, linears: Mapping[str, Linear], source: TensorSource
+) -> None:
+    place = plan.adjustments.add(group, choice.scale, source) if choice.scale is not None else None
+    plan.limits.update(choice.limits)
+    for name in group.linears:
+        loss = choice.losses.get(name)
+        plan.rows[name] = {
+            "group_size": linears[name].group,
+            "alpha": choice.alpha,
+            "scale": place,
+            "clipped": name in choice.limits,
+            "loss_before": loss.before if loss else None,
+            "loss_after": loss.after if loss else None,
+        }
+
+
+def _find_starved(captured: Captured | None) -> list[int]:
+    experts = captured.experts if captured is not None else ()
+    return [expert for expert, inputs in enumerate(experts) if inputs.tokens < FEW_TOKENS]
+
+
+def _report_experts(layer: int, captured: Captured, starved: list[int], unrouted: str) -> dict[str, Any]:
+    tokens = [inputs.tokens for inputs in captured.experts]
+    if starved and unrouted == "error":
+        few = ", ".join(f"{expert} ({tokens[expert]} tokens)" for expert in starved)
+        raise QuantizationError(
+            f"layer {layer}: calibration sent fewer than {FEW_TOKENS} tokens to {len(starved)} of {len(tokens)} "
+            f"experts: {few}",
+            hint="add text or samples to stages.quantize.calibration, or choose another unrouted_experts policy",
+        )
+    return {"tokens": tokens, "unrouted": {str(expert): unrouted for expert in starved}}
+
+
+def _inputs_of(
+    group: ScaleGroup,
+    linears: Mapping[str, Linear],
+    source: TensorSource,
+    captured: Captured,
+    starved: list[int],
+    unrouted: str,
+) -> dict[str, Inputs]:
+    """Each linear's own input. A starved expert has none, or with "share_scale" what the whole layer was fed."""
+    if group.seen_at != EXPERTS or not captured.experts:
+        return dict.fromkeys(group.linears, captured.inputs[group.seen_at])
+    found = {}
+    for name in group.linears:
+        expert = linears[name].expert
+        if expert is None:
+            raise ValueError(f"{name} reads the experts' input and belongs to no expert")
+        if expert not in starved:
+            inputs = captured.experts[expert]
+        elif unrouted == "share_scale":
+            inputs = captured.inputs[EXPERTS]
+        else:
+            continue
+        found[name] = inputs if group.expert is None else _gate(name, inputs, source)
+    return found
+
+
+def _gate(projection: str, inputs: Inputs, source: TensorSource) -> Inputs:
+    """The input of an expert's proj, from the sampled rows of the expert's: SiLU(x·fcᵀ) ⊙ (x·gateᵀ).
+
+    Computed here since transformers keeps all experts in one module, without a place to look into.
+    """
+    expert = projection.removesuffix(".proj")
+    x = inputs.rows
+    hidden = torch.nn.functional.silu(x @ _read_weight(source, f"{expert}.fc").T)
+    hidden *= x @ _read_weight(source, f"{expert}.gate").T
+    return Inputs(hidden.abs().mean(0).bfloat16().float(), hidden, inputs.tokens)
+
+
+def _mean_abs(group: ScaleGroup, captured: Captured | None, inputs: Mapping[str, Inputs]) -> Tensor | None:
+    if captured is None or not inputs:
+        return None
+    if group.expert is None:  # all tokens of the layer, whoever reads them
+        return captured.inputs[group.seen_at].mean_abs
+    return next(iter(inputs.values())).mean_abs
+
+
+def _read_weight(source: TensorSource, name: str) -> Tensor:
+    return source.read(f"{name}.weight").to_torch().float()

@@ -1,0 +1,58 @@
+"""What a quantization method is asked, and what it answers: one scale group at a time.
+
+Shapes: O output features, I input features, g input features per group, R sampled rows.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field
+from typing import TYPE_CHECKING
+
+if TYPE_CHECKING:
+    from collections.abc import Callable, Mapping
+
+    import torch
+    from torch import Tensor
+
+    from pipeline.quantization.capture import Inputs
+    from pipeline.quantization.rules import Linear
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Problem:
+    """The linears of one scale group.
+
+    `read(name)` gives a weight [O, I] as float32; one at a time, since a routed layer has hundreds.
+    `mean_abs` float32 [I] of the shared input (None: the method measures nothing). `inputs` holds, for each linear that
+    calibration reached, the rows that *it* was fed (an expert's own ones).
+    `realise(s)` is the scale that the checkpoint can really hold for a wanted s [I] (rounded by the norm or the vector
+    that carries it), or None where it would overflow.
+    """
+
+    name: str
+    linears: tuple[Linear, ...]
+    read: Callable[[str], Tensor]
+    mean_abs: Tensor | None
+    inputs: Mapping[str, Inputs]
+    realise: Callable[[Tensor], Tensor | None]
+    scale_dtype: torch.dtype
+    clip: bool
+
+
+@dataclass(frozen=True, slots=True)
+class Loss:
+    """Squared output error over squared output on the sampled rows: rounded to nearest, and as chosen."""
+
+    before: float
+    after: float
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Choice:
+    """`scale` [I] multiplies the columns of every linear of the group (None: 1), `limits[name]` [O, I/g] bounds the
+    scaled weights of a group (absent: its own amax)."""
+
+    alpha: float | None = None
+    scale: Tensor | None = None
+    limits: Mapping[str, Tensor] = field(default_factory=dict)
+    losses: Mapping[str, Loss] = field(default_factory=dict)

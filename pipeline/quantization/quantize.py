@@ -1,0 +1,242 @@
+"""An engine checkpoint to a quantized one: one shard and one resumable step per decoder layer.
+
+Rounding to nearest reads a tensor, packs it and writes it. A method that measures first sends calibration text through
+the layer (`calibration`), chooses (`layer`), then packs the same way. Memory: one decoder layer for the latter, one
+tensor for the former.
+"""
+
+from __future__ import annotations
+
+import copy
+import json
+import os
+import shutil
+from contextlib import contextmanager
+from typing import TYPE_CHECKING, Any
+
+import torch
+
+from pipeline.checkpoint.folder import CONFIG, GENERATION_CONFIG, INDEX
+from pipeline.checkpoint.layouts import layout_for
+from pipeline.errors import CheckpointError
+from pipeline.progress import SILENT, Progress
+from pipeline.quantization import calibration
+from pipeline.quantization.calibration import Calibration
+from pipeline.quantization.folding import PREQUANT, Adjustments
+from pipeline.quantization.layer import LayerPlan, plan_layer
+from pipeline.quantization.methods import find_method
+from pipeline.quantization.report import QuantizationReport
+from pipeline.quantization.rules import choose_linears
+from pipeline.quantization.scale_groups import scale_groups
+from pipeline.quantization.shard import model_dtype, write_shard
+from pipeline.quantization.text import sample_tokens
+
+if TYPE_CHECKING:
+    from collections.abc import Iterator
+    from pathlib import Path
+
+    from torch import Tensor
+
+    from pipeline.checkpoint.folder import CheckpointFolder
+    from pipeline.quantization.settings import QuantizeSettings
+    from pipeline.workspace import Workspace
+
+REPORT = "quantization.json"
+PARTS = "parts"  # report and tensor list of each finished shard, until the whole is written
+
+
+def quantize_checkpoint(
+    source: CheckpointFolder, workspace: Workspace, *, settings: QuantizeSettings, progress: Progress = SILENT
+) -> QuantizationReport:
+    """Writes the quantized engine checkpoint into `workspace`; a killed run goes on at the layer where it was.
+
+    The same source, settings and libraries give the same bytes. Raises CompatibilityError for settings that cannot
+    work, CheckpointError for a source that is no 16- or 32-bit engine checkpoint, QuantizationError for what
+    calibration or packing meets.
+    """
+    run = _Run(source, workspace, settings, progress)
+    with _bounded_threads():
+        if not workspace.is_done("report"):
+            run.announce()
+            for layer in range(source.architecture.num_layers):
+                if not workspace.is_done(f"layer-{layer}"):
+                    run.quantize_layer(layer)
+            if not workspace.is_done("outer"):
+                run.copy_outer()
+            run.finish()
+    for folder in (PARTS, calibration.FOLDER):
+        shutil.rmtree(workspace.path / folder, ignore_errors=True)
+    return QuantizationReport.from_json(json.loads((workspace.path / REPORT).read_text()))
+
+
+class _Run:
+    def __init__(
+        self, source: CheckpointFolder, workspace: Workspace, settings: QuantizeSettings, progress: Progress
+    ) -> None:
+        self.source, self.workspace, self.settings, self.progress = source, workspace, settings, progress
+        self.own = source.config.get("trtseek")
+        if not isinstance(self.own, dict) or self.own.get("quantization") is not None:
+            state = "is quantized already" if isinstance(self.own, dict) else "is not an engine checkpoint"
+            raise CheckpointError(f"{source.path} {state}", hint="quantize starts from what convert wrote")
+        self.method = find_method(settings.method)
+        self.dtype = model_dtype(self.own["dtype"])
+        self.selection = choose_linears(
+            layout_for(source.architecture).mappings(),
+            source.tensors,
+            include=settings.include,
+            exclude=settings.exclude,
+            group_size=settings.group_size,
+        )
+        self.calibration = Calibration(
+            source,
+            workspace,
+            self._sample,
+            samples=settings.calibration.samples,
+            length=settings.calibration.length,
+            seed=settings.calibration.seed,
+            progress=progress,
+        )
+
+    def announce(self) -> None:
+        """Notes what the rules decided against the wish, and refuses what the disk could not hold."""
+        smaller = self.selection.smaller_groups(self.settings.group_size)
+        if smaller:
+            sizes = ", ".join(str(size) for size in sorted(set(smaller.values()), reverse=True))
+            self.progress.note(
+                f"{len(smaller)} linears get groups of {sizes}: {self.settings.group_size} does not divide their input"
+            )
+        for pattern in self.selection.idle_patterns:
+            self.progress.note(f"exclude pattern {pattern} matches no linear")
+        states = 2 * self.calibration.states(0).nbytes if self.method.measures else 0
+        self.workspace.require(sum(info.nbytes for info in self.source.tensors.values()) + states)
+
+    def quantize_layer(self, layer: int) -> None:
+        """Measures, chooses, and writes one layer's shard."""
+        prefix = f"transformer.layers.{layer}."
+        names = [name for name in self.source.tensors if name.startswith(prefix)]
+        linears = {name: linear for name, linear in self.selection.linears.items() if linear.layer == layer}
+        groups = scale_groups(
+            self.source.architecture, layer, {name.removesuffix(".weight") for name in names}, linears.keys()
+        )
+        captured = None
+        if self.method.measures:
+            captured = self.calibration.capture(layer, sorted({group.seen_at for group in groups}))
+            self.progress.start(f"choosing scales of layer {layer}", len(groups), "groups")
+        plan = plan_layer(
+            layer,
+            groups,
+            linears,
+            self.source,
+            captured,
+            self.method,
+            dtype=self.dtype,
+            clip=self.settings.clip,
+            unrouted=self.settings.unrouted_experts,
+            progress=self.progress if self.method.measures else SILENT,
+        )
+        self._write(f"layer-{layer}", layer, names, plan)
+        self.calibration.forget(layer)
+
+    def copy_outer(self) -> None:
+        """Writes what belongs to no layer, as it is."""
+        names = [name for name in self.source.tensors if not name.startswith("transformer.layers.")]
+        self._write("outer", self.source.architecture.num_layers, names, LayerPlan(Adjustments(self.dtype)))
+
+    def finish(self) -> None:
+        """Writes index, config, report and copies of the tokenizer; afterwards nothing is left to do."""
+        steps = [f"layer-{layer}" for layer in range(self.source.architecture.num_layers)] + ["outer"]
+        parts = [json.loads(self._part(step).read_text()) for step in steps]
+        weight_map = {name: part["file"] for part in parts for name in part["tensors"]}
+        bytes_after = sum(part["bytes"] for part in parts)
+        report = QuantizationReport(
+            method=self.settings.method,
+            quant_algo=self.method.format.quant_algo,
+            group_size=self.settings.group_size,
+            calibration=self._describe_calibration(),
+            linears={name: row for part in parts for name, row in part["linears"].items()},
+            unquantized=dict(self.selection.kept),
+            smaller_groups=self.selection.smaller_groups(self.settings.group_size),
+            idle_patterns=list(self.selection.idle_patterns),
+            experts={str(layer): part["experts"] for layer, part in enumerate(parts) if part["experts"]},
+            bytes_before=sum(info.nbytes for info in self.source.tensors.values()),
+            bytes_after=bytes_after,
+        )
+        config = copy.deepcopy(self.source.config)
+        config["trtseek"] = {**config["trtseek"], "quantization": self._describe_quantization(weight_map)}
+        written = [
+            _write_json(self.workspace.path / CONFIG, config),
+            _write_json(
+                self.workspace.path / INDEX,
+                {"metadata": {"total_size": bytes_after}, "weight_map": dict(sorted(weight_map.items()))},
+            ),
+            _write_json(self.workspace.path / REPORT, report.to_json()),
+        ]
+        for file in [*self.source.tokenizer_files, self.source.path / GENERATION_CONFIG]:
+            if file.is_file():
+                written.append(self.workspace.path / file.name)
+                shutil.copyfile(file, written[-1])
+        self.workspace.finish("report", written)
+
+    def _write(self, step: str, index: int, names: list[str], plan: LayerPlan) -> None:
+        count = self.source.architecture.num_layers + 1
+        path = self.workspace.path / f"model-{index + 1:05}-of-{count:05}.safetensors"
+        self.progress.start(f"packing {step}", sum(self.source.tensors[name].nbytes for name in names), "B")
+        form = self.method.format
+        infos = write_shard(path, names, self.source, self.selection.linears, plan, form, self.progress)
+        self._part(step).parent.mkdir(exist_ok=True)
+        part = {
+            "file": path.name,
+            "tensors": [info.name for info in infos],
+            "bytes": sum(info.nbytes for info in infos),
+            "linears": {name: plan.rows[name] for name in self.selection.linears if name in plan.rows},
+            "experts": plan.experts,
+        }
+        self.workspace.finish(step, [path, _write_json(self._part(step), part)])
+
+    def _part(self, step: str) -> Path:
+        return self.workspace.path / PARTS / f"{step}.json"
+
+    def _sample(self) -> Tensor:
+        wanted = self.settings.calibration
+        bos = self.source.config.get("bos_token_id")
+        return sample_tokens(
+            calibration.tokenizer_file(self.source),
+            wanted.files,
+            samples=wanted.samples,
+            length=wanted.length,
+            seed=wanted.seed,
+            vocab_size=self.source.architecture.vocab_size,
+            bos=bos if isinstance(bos, int) else None,
+        )
+
+    def _describe_calibration(self) -> dict[str, Any] | None:
+        if not self.method.measures:
+            return None
+        c = self.settings.calibration
+        return {"files": [f.name for f in c.files], "samples": c.samples, "length": c.length, "seed": c.seed}
+
+    def _describe_quantization(self, weight_map: dict[str, str]) -> dict[str, Any]:
+        return {
+            "quant_algo": self.method.format.quant_algo,
+            "method": self.settings.method,
+            "group_size": self.settings.group_size,
+            "has_zero_point": False,
+            "pre_quant_scale": any(name.endswith(PREQUANT) for name in weight_map),
+            "quantized": {name: linear.group for name, linear in self.selection.linears.items()},
+        }
+
+
+@contextmanager
+def _bounded_threads() -> Iterator[None]:
+    """No more threads than processors that this process may use: torch counts the machine's, a container has fewer."""
+    before = torch.get_num_threads()
+    torch.set_num_threads(max(1, min(before, len(os.sched_getaffinity(0)))))
+    try:
+        yield
+    finally:
+        torch.set_num_threads(before)
+
+
+def _write_json(path: Path, value: Any) -> Path:
+    path.write_text(json.dumps(value, indent=2, ensure_ascii=False) + "\n", encoding="utf-8")
+    return path

@@ -1,0 +1,43 @@
+"""The settings that quantization reads: `stages.quantize` of a config has them, and so may anything else."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Protocol
+
+
+class CalibrationSettings(Protocol):
+    """Text that activations are measured on: `samples` pieces of `length` tokens, drawn with `seed`."""
+
+    @property
+    def files(self) -> Sequence[Path]: ...
+    @property
+    def samples(self) -> int: ...
+    @property
+    def length(self) -> int: ...
+    @property
+    def seed(self) -> int: ...
+
+
+class QuantizeSettings(Protocol):
+    """How to quantize: a key of `methods.METHODS`, and the rules of `rules.choose_linears`.
+
+    `unrouted_experts` is what happens to experts that calibration gave next to no tokens: "round_to_nearest" leaves out
+    the search, "share_scale" searches on the tokens that the whole layer saw, "error" stops.
+    """
+
+    @property
+    def method(self) -> str: ...
+    @property
+    def group_size(self) -> int: ...
+    @property
+    def include(self) -> Sequence[str]: ...
+    @property
+    def exclude(self) -> Sequence[str]: ...
+    @property
+    def calibration(self) -> CalibrationSettings: ...
+    @property
+    def unrouted_experts(self) -> str: ...
+    @property
+    def clip(self) -> bool: ...
