@@ -17,7 +17,7 @@ if TYPE_CHECKING:
 GROUP_SIZES = (128, 64, 32)  # what TensorRT's INT4 dequantization takes
 # Linears whose input is what tensor parallelism splits; the others are split by their output rows.
 ROW_PARALLEL = ("attention.dense", "mlp.proj", "shared_expert.proj")
-NEVER_QUANTIZED = ("router", "norm", "embedding", "head")
+NEVER_QUANTIZED = ("router", "norm", "embedding", "head", "attention_latent")
 FP8_TYPES = ("F8_E4M3", "F8_E5M2")
 # Kinds of RoPE whose long-context form is a fixed table. `dynamic` is not: its base grows with each sequence.
 STATIC_ROPES = ("default", "linear", "yarn", "llama3")
@@ -32,12 +32,21 @@ class Linear:
     out_features: int
     in_features: int
 
+    def matches(self, pattern: str) -> bool:
+        """Whether a shell pattern names this linear, with or without `.weight`."""
+        return fnmatchcase(self.name, pattern) or fnmatchcase(f"{self.name}.weight", pattern)
+
     @property
     def is_row_parallel(self) -> bool:
         return self.name.endswith(ROW_PARALLEL)
 
     def pick_group(self, wanted: int) -> int | None:
-        """The largest group size not above `wanted` that divides the input; None where none does."""
+        """The largest group size not above `wanted` that divides the input; None where none does.
+
+        Nor is there one for an odd number of outputs, since two outputs share a byte.
+        """
+        if self.out_features % 2:
+            return None
         return next((size for size in GROUP_SIZES if size <= wanted and self.in_features % size == 0), None)
 
 
@@ -115,5 +124,5 @@ class Case:
             linear
             for linear in self.linears
             if linear.role in self.quantize.include
-            and not any(fnmatchcase(linear.name, pattern) for pattern in self.quantize.exclude)
+            and not any(linear.matches(pattern) for pattern in self.quantize.exclude)
         )

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from dataclasses import dataclass
-from fnmatch import fnmatchcase
 
 from pipeline.config.case import FP8_TYPES, STATIC_ROPES, Case
 from pipeline.config.gpus import supported_sms
@@ -82,7 +81,7 @@ def _find_unsplit_layers(case: Case) -> str | None:
 def _find_unmatched_exclude(case: Case) -> str | None:
     if not case.is_int4:
         return None
-    unused = [p for p in case.quantize.exclude if not any(fnmatchcase(linear.name, p) for linear in case.linears)]
+    unused = [p for p in case.quantize.exclude if not any(linear.matches(p) for linear in case.linears)]
     return f"{', '.join(unused)} matches no linear of the model" if unused else None
 
 

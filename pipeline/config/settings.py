@@ -7,9 +7,9 @@ from typing import Annotated, Literal
 
 from pydantic import BaseModel, ConfigDict, Field
 
-# Which linears `stages.quantize.include` may name; the norms, the router, the embedding and the head are not among
-# them: their share of the bytes is small and their share of the error is not.
-Role = Literal["experts", "shared_experts", "mlp", "attention_output", "attention_input", "attention_latent"]
+# Which linears `stages.quantize.include` may name. The norms, the router, the embedding, the head and MLA's latent
+# projections are not among them: few bytes, or much harm.
+Role = Literal["experts", "shared_experts", "mlp", "attention_output", "attention_input"]
 Dtype = Literal["float16", "bfloat16", "float32"]
 Positive = Annotated[int, Field(ge=1, le=2**31 - 1)]
 Ratio = Annotated[float, Field(gt=0)]
@@ -55,7 +55,7 @@ class Quantize(Section):
     )
     include: tuple[Role, ...] = Field(
         default=("experts", "shared_experts", "mlp", "attention_output"),
-        description="Roles of the linears that become INT4; router, norms, embedding and head never do.",
+        description="Roles of the linears that become INT4; router, norms, embedding, head and MLA's latent never do.",
     )
     exclude: tuple[str, ...] = Field(
         default=(), description="Shell patterns of engine linears that stay 16-bit, e.g. transformer.layers.0.*"

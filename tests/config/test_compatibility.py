@@ -1,0 +1,339 @@
+from pathlib import Path
+
+import pytest
+
+from pipeline.checkpoint.architecture import parse_architecture
+from pipeline.checkpoint.folder import CheckpointFolder
+from pipeline.checkpoint.layouts import layout_for
+from pipeline.checkpoint.tensors import TensorInfo
+from pipeline.config.case import Case
+from pipeline.config.compatibility import check_buildable, check_compatibility
+from pipeline.config.load import load_config
+from pipeline.config.notes import NOTES, UNBUILT
+from pipeline.config.rules import RULES
+from pipeline.config.schema import Config
+from pipeline.errors import CompatibilityError
+from pipeline.quantization.rules import choose_linears
+
+# Sizes of DeepSeek-Coder-6.7B and DeepSeek-V2-Lite, as their hub configs state them.
+CODER = {
+    "architectures": ["LlamaForCausalLM"],
+    "hidden_size": 4096,
+    "intermediate_size": 11008,
+    "num_attention_heads": 32,
+    "num_key_value_heads": 8,
+    "num_hidden_layers": 32,
+    "vocab_size": 32256,
+    "max_position_embeddings": 16384,
+    "rope_scaling": {"factor": 4.0, "type": "linear"},
+    "torch_dtype": "bfloat16",
+}
+V2_LITE = {
+    "architectures": ["DeepseekV2ForCausalLM"],
+    "hidden_size": 2048,
+    "intermediate_size": 10944,
+    "moe_intermediate_size": 1408,
+    "num_attention_heads": 16,
+    "num_key_value_heads": 16,
+    "num_hidden_layers": 27,
+    "vocab_size": 102400,
+    "max_position_embeddings": 163840,
+    "rope_scaling": {"factor": 40, "type": "yarn", "original_max_position_embeddings": 4096},
+    "q_lora_rank": None,
+    "kv_lora_rank": 512,
+    "qk_nope_head_dim": 128,
+    "qk_rope_head_dim": 64,
+    "v_head_dim": 128,
+    "n_routed_experts": 64,
+    "n_shared_experts": 2,
+    "num_experts_per_tok": 6,
+    "first_k_dense_replace": 1,
+    "torch_dtype": "bfloat16",
+}
+
+
+def make_case(settings=None, model=CODER, tensors=(), **changes):
+    """A case of A100-80GB and the given settings, "a.b" -> value."""
+    values = {"name": "case", "model": {"path": Path("m")}, "target": {"gpu": "A100-80GB"}}
+    for key, value in (settings or {}).items():
+        *above, last = key.split(".")
+        section = values
+        for name in above:
+            section = section.setdefault(name, {})
+        section[last] = value
+    return Case(
+        config=Config.model_validate(values, strict=False),
+        architecture=parse_architecture({**model, **changes}),
+        tensors={name: TensorInfo(name, dtype, (2, 2)) for name, dtype in tensors},
+    )
+
+
+def find(name, case):
+    rules = {rule.name: rule for rule in (*RULES, *NOTES, *UNBUILT)}
+    return rules[name].find(case)
+
+
+# rule, broken settings, settings that keep it, a piece of the message
+SETTINGS = [
+    ("sm_of_backend", {"target.gpu": "H100"}, {"target.gpu": "L4"}, "SM90"),
+    ("sm_of_backend", {"target.gpu": "B200"}, {"target.gpu": "B200", "target.backend": "tensorrt"}, "SM100"),
+    ("fp8_needs_sm89", {"stages.quantize.method": "fp8"}, {"stages.quantize.method": "awq"}, "A100-80GB is SM80"),
+    (
+        "fp8_needs_sm89",
+        {"stages.quantize.method": "fp8", "target.gpu": "A10"},
+        {"stages.quantize.method": "fp8", "target.gpu": "L4"},
+        "method fp8 needs FP8 tensor cores, SM89 or later",
+    ),
+    ("bf16_needs_sm80", {"target.gpu": "T4"}, {"target.gpu": "A10"}, "T4 is SM75"),
+    (
+        "bf16_needs_sm80",
+        {"target.gpu": "T4", "stages.convert.dtype": "bfloat16"},
+        {"target.gpu": "T4", "stages.convert.dtype": "float16"},
+        "bfloat16",
+    ),
+    ("tensor_divides_heads", {"target.parallel": {"tensor": 3}}, {"target.parallel": {"tensor": 8}}, "32 attention"),
+    ("tensor_divides_kv_heads", {"target.parallel": {"tensor": 16}}, {"target.parallel": {"tensor": 8}}, "8 key/value"),
+    ("tensor_divides_mlp", {"target.parallel": {"tensor": 5}}, {"target.parallel": {"tensor": 4}}, "11008 MLP columns"),
+    (
+        "pipeline_divides_layers",
+        {"target.parallel": {"pipeline": 5}},
+        {"target.parallel": {"pipeline": 4}},
+        "32 decoder",
+    ),
+    ("expert_divides_experts", {"target.parallel": {"expert": 2}}, {}, "no routed experts"),
+    (
+        "exclude_matches",
+        {"stages.quantize.exclude": ("transformer.layers.99.*",)},
+        {"stages.quantize.exclude": ("transformer.layers.0.*", "*.mlp.fc.weight")},
+        "transformer.layers.99.* matches no linear",
+    ),
+    (
+        "something_to_quantize",
+        {"stages.quantize.include": ("experts",)},
+        {"stages.quantize.include": ("experts",), "stages.quantize.method": "none"},
+        "the model has attention_input, attention_output, mlp",
+    ),
+    # 11008 = 43 x 256: cut in 4 it is 2752 = 43 x 64
+    (
+        "tensor_keeps_groups",
+        {"target.parallel": {"tensor": 4}},
+        {"target.parallel": {"tensor": 4}, "stages.quantize.group_size": 64},
+        "cuts INT4 groups of transformer.layers.0.mlp.proj: 11008 inputs are not a multiple of 4 x 128",
+    ),
+    ("context_of_model", {"stages.build.max_seq_len": 16385}, {"stages.build.max_seq_len": 16384}, "context of 16384"),
+    (
+        "text_within_context",
+        {"stages.quantize.calibration.length": 20000},
+        {"stages.quantize.calibration.length": 20000, "stages.quantize.method": "rtn"},
+        "calibration.length 20000",
+    ),
+    ("text_within_context", {"stages.verify.heldout.window": 16385}, {}, "heldout.window 16385"),
+    (
+        "profiles_within_limits",
+        {"stages.build.generation": ({"batch": 17, "length": 64},)},
+        {"stages.build.generation": ({"batch": 16, "length": 4096},)},
+        "a batch of 17 is more than max_batch_size 16",
+    ),
+    ("profiles_within_limits", {"stages.build.generation": ({"batch": 1, "length": 4097},)}, {}, "4097 is more than"),
+    ("rows_hold_batch", {"stages.build.max_num_tokens": 15}, {"stages.build.max_num_tokens": 16}, "15 rows"),
+    ("pool_holds_sequence", {"stages.build.max_blocks": 64}, {"stages.build.max_blocks": 65}, "65 are needed"),
+    (
+        "pool_holds_sequence",
+        {"stages.build.generation": ({"batch": 2, "length": 1024},)},
+        {"stages.build.generation": ({"batch": 2, "length": 1024}, {"batch": 1, "length": 4096})},
+        "33 blocks of 64 tokens",
+    ),
+    ("one_gpu", {"target.parallel": {"tensor": 2}}, {}, "come later"),
+    ("int4_only", {"stages.quantize.method": "fp8"}, {"stages.quantize.method": "rtn"}, "not part of this version"),
+]
+
+
+@pytest.mark.parametrize(("rule", "broken", "kept", "message"), SETTINGS)
+def test_settings(rule, broken, kept, message):
+    assert message in find(rule, make_case(broken))
+    assert find(rule, make_case(kept)) is None
+
+
+# rule, settings, keys of config.json that break it, keys that keep it, a piece of the message
+MODELS = [
+    (
+        "tensor_divides_mlp",
+        {"target.parallel": {"tensor": 4}},
+        {"moe_intermediate_size": 1410},
+        {},
+        "1410 expert columns",
+    ),
+    ("expert_divides_experts", {"target.parallel": {"expert": 6}}, {}, {"n_routed_experts": 66}, "64 routed experts"),
+    (
+        "gather_is_for_generation",
+        {"stages.build.moe": "gather"},
+        {},
+        {"n_routed_experts": None},
+        "gather copies 6 experts' weights for every row, and a context step has up to 2048 rows",
+    ),
+    (
+        "group_divides_something",
+        {"stages.quantize.include": ("mlp",)},
+        {"hidden_size": 2000, "intermediate_size": 1000},
+        {},
+        "1000, 2000",
+    ),
+]
+
+
+@pytest.mark.parametrize(("rule", "settings", "broken", "kept", "message"), MODELS)
+def test_models(rule, settings, broken, kept, message):
+    assert message in find(rule, make_case(settings, V2_LITE, **broken))
+    assert find(rule, make_case(settings, V2_LITE, **kept)) is None
+
+
+def test_every_rule_has_a_test():
+    tested = {row[0] for row in (*SETTINGS, *MODELS)} | {"backend_of_gpu", "smaller_groups"}
+    assert tested == {rule.name for rule in (*RULES, *NOTES, *UNBUILT)}
+
+
+def test_every_rule_points_at_a_setting():
+    for rule in (*RULES, *NOTES, *UNBUILT):
+        section = Config
+        for part in rule.key.split("."):
+            section = section.model_fields[part].annotation if isinstance(section, type) else None
+        assert rule.way_out or rule in NOTES
+
+
+def test_a_gathered_engine_that_only_generates_is_fine():
+    settings = {"stages.build.moe": "gather", "stages.build.max_num_tokens": 16}
+    assert find("gather_is_for_generation", make_case(settings, V2_LITE)) is None
+
+
+def test_kv_heads_do_not_matter_to_mla():
+    assert (
+        find("tensor_divides_kv_heads", make_case({"target.parallel": {"tensor": 16}}, V2_LITE, num_key_value_heads=1))
+        is None
+    )
+
+
+def test_an_fp8_checkpoint_is_named():
+    case = make_case(tensors=[("a.weight", "BF16"), ("b.weight", "F8_E4M3")])
+    assert "the FP8 tensor b.weight needs FP8 tensor cores" in find("fp8_needs_sm89", case)
+    assert find("fp8_needs_sm89", make_case({"target.gpu": "L4"}, tensors=[("b.weight", "F8_E4M3")])) is None
+
+
+# What the hub's configs state, and the context that their authors give.
+@pytest.mark.parametrize(
+    ("model", "rope", "positions", "limit"),
+    [
+        (CODER, {"factor": 4.0, "type": "linear"}, 16384, 16384),  # DeepSeek-Coder: trained to 16K
+        (V2_LITE, V2_LITE["rope_scaling"], 163840, 163840),  # DeepSeek-V2: 4096 x 40
+        (CODER, None, 4096, 4096),
+        (  # Llama 3.1: 128K, which is not factor x original
+            CODER,
+            {
+                "factor": 8.0,
+                "low_freq_factor": 1.0,
+                "high_freq_factor": 4.0,
+                "original_max_position_embeddings": 8192,
+                "rope_type": "llama3",
+            },
+            131072,
+            131072,
+        ),
+        (  # Qwen2.5 with YaRN switched on: states 32K, reaches 128K
+            CODER,
+            {"factor": 4.0, "original_max_position_embeddings": 32768, "type": "yarn"},
+            32768,
+            131072,
+        ),
+        (CODER, {"factor": 2.0, "type": "dynamic"}, 4096, 4096),
+    ],
+)
+def test_context_limits(model, rope, positions, limit):
+    case = make_case({"stages.build.max_seq_len": limit}, model, rope_scaling=rope, max_position_embeddings=positions)
+    assert case.context_limit == limit
+    assert find("context_of_model", case) is None
+    longer = make_case(
+        {"stages.build.max_seq_len": limit + 1}, model, rope_scaling=rope, max_position_embeddings=positions
+    )
+    message = find("context_of_model", longer)
+    assert str(limit) in message
+    assert ("dynamic RoPE changes its base" in message) == (case.architecture.rope.kind == "dynamic")
+
+
+def test_smaller_groups_are_reported_per_linear():
+    """DeepSeek-V2-Lite's dense layer: 10944 = 171 x 64."""
+    note = find("smaller_groups", make_case(model=V2_LITE))
+    assert note == ("group size 128 does not divide every input: transformer.layers.*.mlp.proj (1x): groups of 64")
+    assert find("smaller_groups", make_case()) is None
+
+
+def test_a_linear_that_no_group_divides_stays_16_bit():
+    note = find("smaller_groups", make_case(intermediate_size=1000))
+    assert note.endswith("transformer.layers.*.mlp.proj (32x): stays 16-bit")
+
+
+def test_the_a100_note_is_shown():
+    assert "does not list the A100" in find("backend_of_gpu", make_case())
+    assert find("backend_of_gpu", make_case({"target.gpu": "L4"})) is None
+
+
+@pytest.mark.parametrize("fixture", ["llama_path", "deepseek_v2_path", "deepseek_v2_lite_path"])
+def test_the_choice_of_linears_is_the_quantizer_s(request, fixture):
+    source = CheckpointFolder.open(request.getfixturevalue(fixture))
+    settings = {"stages.quantize.group_size": 64, "stages.quantize.exclude": ("transformer.layers.0.*", "*.fc.weight")}
+    case = make_case(settings)
+    case = Case(config=case.config, architecture=source.architecture, tensors=source.tensors)
+    mappings = layout_for(source.architecture).mappings()
+    selection = choose_linears(
+        mappings,
+        {m.target: TensorInfo(m.target, "F16", m.target_shape) for m in mappings},
+        include=case.quantize.include,
+        exclude=case.quantize.exclude,
+        group_size=case.quantize.group_size,
+    )
+    ours = {linear.name: group for linear in case.chosen if (group := linear.pick_group(64))}
+    assert ours == {name: linear.group for name, linear in selection.linears.items()}
+    assert ours
+
+
+def test_all_reasons_come_at_once_with_file_and_line(tmp_path, monkeypatch):
+    monkeypatch.chdir(tmp_path)
+    (tmp_path / "a.yaml").write_text(
+        "model: {path: m}\ntarget: {gpu: H200}\nstages:\n  build:\n    max_seq_len: 99999\n    max_num_tokens: 4\n"
+    )
+    case = make_case()
+    with pytest.raises(CompatibilityError) as caught:
+        check_compatibility(load_config("a.yaml"), case.architecture, {})
+    assert [line.rpartition(": ")[0] for line in caught.value.message.splitlines()] == [
+        "a.yaml:2: target.gpu",
+        "a.yaml:5: stages.build.max_seq_len",
+        "a.yaml:6: stages.build.max_num_tokens",
+    ]
+    assert "backend: tensorrt" in caught.value.hint
+
+
+def test_several_gpus_are_valid_but_not_built():
+    case = make_case({"target.parallel": {"tensor": 2}})
+    notes = check_compatibility(case.config, case.architecture, {})
+    assert any("come later" in note for note in notes)
+    with pytest.raises(CompatibilityError, match=r"target\.parallel: .* come later"):
+        check_buildable(case.config, case.architecture, {})
+
+
+def test_fitting_cases_pass():
+    for model in (CODER, V2_LITE):
+        case = make_case(model=model)
+        assert isinstance(check_buildable(case.config, case.architecture, case.tensors), tuple)
+
+
+def test_linears_are_not_listed_where_nothing_asks(monkeypatch):
+    """DeepSeek-V3 has 44,544 expert matrices: `validate` must not list them for a config that quantizes nothing."""
+    monkeypatch.setattr("pipeline.checkpoint.layouts.layout_for", lambda _: pytest.fail("listed"))
+    case = make_case({"stages.quantize.method": "none"})
+    check_compatibility(case.config, case.architecture, {})
+
+
+@pytest.mark.parametrize("name", ["a100-int4", "a100-int4-coder", "rtx-int4", "rtx5090-int4", "a10-int4"])
+def test_the_examples_fit_their_models(name, monkeypatch):
+    monkeypatch.chdir(Path(__file__).parents[2])
+    config = load_config(name)
+    source = CheckpointFolder.open(config.model.path)
+    assert isinstance(check_buildable(config, source.architecture, source.tensors), tuple)
