@@ -54,6 +54,7 @@ def test_tiles_do_not_show(monkeypatch: pytest.MonkeyPatch) -> None:
     assert torch.equal(whole[0], tiled[0]) and torch.equal(whole[1], tiled[1])
     assert torch.equal(int4.pack(q), tiled[0]) and torch.equal(scales, tiled[1])
     assert torch.equal(int4.dequantize(*tiled), q * scales.repeat_interleave(32, dim=1))
+    assert torch.equal(int4.round_trip(weight, 32), int4.dequantize(*tiled))
 
 
 def test_published_layout() -> None:

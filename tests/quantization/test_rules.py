@@ -1,0 +1,82 @@
+"""Which linears are chosen, and the reason given for each of the others."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import pytest
+
+from pipeline.checkpoint.layouts import layout_for
+from pipeline.errors import CompatibilityError
+from pipeline.quantization.rules import Selection, choose_linears
+from tests import fixtures
+from tests.quantization.support import Model, Settings
+
+
+def choose(path: Path, **settings: object) -> Selection:
+    model, s = Model.load(path), Settings(**settings)  # type: ignore[arg-type]
+    return choose_linears(
+        layout_for(model.architecture).mappings(),
+        model.source.tensors,
+        include=s.include,
+        exclude=s.exclude,
+        group_size=s.group_size,
+    )
+
+
+def test_defaults_of_a_routed_model(deepseek_v2_path: Path) -> None:
+    selection = choose(deepseek_v2_path)
+    layer = {name.removeprefix("transformer.layers.1.") for name, x in selection.linears.items() if x.layer == 1}
+    expected = {f"mlp.experts.{e}.{part}" for e in range(16) for part in ("fc", "gate", "proj")}
+    expected |= {f"mlp.shared_expert.{part}" for part in ("fc", "gate", "proj")}
+    assert layer == expected | {"attention.dense"}
+    assert {name for name, x in selection.linears.items() if x.layer == 0} == {
+        f"transformer.layers.0.{name}" for name in ("mlp.fc", "mlp.gate", "mlp.proj", "attention.dense")
+    }
+    assert selection.linears["transformer.layers.2.mlp.experts.7.proj"].expert == 7
+    kept = selection.kept
+    assert kept["transformer.layers.1.mlp.router"] == "role router is never quantized"
+    assert kept["transformer.layers.1.attention.kv_b_proj"] == "role attention_latent is never quantized"
+    assert kept["transformer.layers.1.attention.q_b_proj"] == "role attention_input is not included"
+    assert kept["lm_head"] == "role head is never quantized"
+    assert kept["transformer.vocab_embedding"] == "role embedding is never quantized"
+
+
+def test_every_matrix_is_chosen_or_explained(deepseek_v2_lite_path: Path) -> None:
+    tensors = Model.load(deepseek_v2_lite_path).source.tensors
+    selection = choose(deepseek_v2_lite_path)
+    matrices = {name.removesuffix(".weight") for name, info in tensors.items() if len(info.shape) == 2}
+    assert selection.linears.keys() | selection.kept.keys() == matrices
+    assert not selection.linears.keys() & selection.kept.keys()
+
+
+def test_groups_that_do_not_divide(tmp_path: Path) -> None:
+    """hidden 192 takes groups of 64, intermediate 160 of 32, 96 heads' worth of columns 32; 80 takes none."""
+    path = fixtures.llama(
+        tmp_path / "a", hidden_size=192, intermediate_size=160, num_attention_heads=4, num_hidden_layers=1, head_dim=20
+    )
+    selection = choose(path)
+    groups = {name.split(".", 3)[-1]: linear.group for name, linear in selection.linears.items()}
+    assert groups == {"mlp.fc": 64, "mlp.gate": 64, "mlp.proj": 32}
+    assert selection.smaller_groups(128) == {f"transformer.layers.0.{name}": g for name, g in groups.items()}
+    dense = "transformer.layers.0.attention.dense"
+    assert selection.kept[dense] == "no group of 128, 64, 32 divides its 80 input features"
+    assert not choose(path, group_size=32).smaller_groups(32)
+
+
+def test_exclude_patterns(llama_path: Path) -> None:
+    selection = choose(llama_path, exclude=("transformer.layers.0.*", "*.mlp.gate", "*.weigth"))
+    assert {linear.layer for linear in selection.linears.values()} == {1, 2}
+    assert selection.kept["transformer.layers.1.mlp.gate"] == "excluded by *.mlp.gate"
+    assert selection.idle_patterns == ("*.weigth",)
+
+
+@pytest.mark.parametrize("role", ["router", "attention_latent", "head", "norm", "no_such_role"])
+def test_roles_that_cannot_be_included(llama_path: Path, role: str) -> None:
+    with pytest.raises(CompatibilityError, match=role):
+        choose(llama_path, include=("mlp", role))
+
+
+def test_nothing_left(llama_path: Path) -> None:
+    with pytest.raises(CompatibilityError, match="no linear is left"):
+        choose(llama_path, exclude=("*",))
