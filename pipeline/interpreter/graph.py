@@ -1,0 +1,114 @@
+"""A program as something to rewrite: who makes and who uses each tensor, and the passes that only remove work."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable, Mapping
+from dataclasses import dataclass, replace
+from typing import TYPE_CHECKING
+
+from pipeline.interpreter.errors import UnsupportedLayerError
+
+if TYPE_CHECKING:
+    from pipeline.interpreter.numerics import Numerics
+    from pipeline.network.program import Node, Program, TensorSpec
+
+# Kinds that write to an input: never merged, never folded.
+IN_PLACE = {"kv_cache_update": 0, "write_cache_rows": 0}
+
+
+@dataclass(frozen=True, slots=True)
+class Graph:
+    """Nodes in execution order. `wanted` are the tensors that must exist under their own names: outputs and taps."""
+
+    nodes: tuple[Node, ...]
+    specs: Mapping[str, TensorSpec]
+    constants: frozenset[str]
+    wanted: frozenset[str]
+    makers: Mapping[str, Node]
+
+    @staticmethod
+    def of(program: Program, taps: Iterable[str]) -> Graph:
+        wanted = frozenset(spec.name for spec in program.outputs) | frozenset(taps)
+        specs = program.tensors
+        graph = Graph(program.nodes, specs, frozenset(program.constants), wanted, {})
+        _check_in_place(program)
+        return graph.with_nodes(program.nodes)
+
+    def with_nodes(self, nodes: Iterable[Node]) -> Graph:
+        nodes = tuple(nodes)
+        makers = {spec.name: node for node in nodes for spec in node.outputs}
+        specs = {**self.specs, **{spec.name: spec for node in nodes for spec in node.outputs}}
+        return replace(self, nodes=nodes, makers=makers, specs=specs)
+
+    def maker(self, name: str | None, kind: str) -> Node | None:
+        """The node of this kind that makes a tensor, if one does."""
+        node = self.makers.get(name) if name is not None else None
+        return node if node is not None and node.kind == kind else None
+
+
+Rule = Callable[[Graph, "Node"], "list[Node] | None"]
+
+
+def rewrite(graph: Graph, rule: Rule) -> Graph:
+    """Replaces each node for which the rule has an answer by that answer, whose last node makes the same outputs.
+
+    What only the replaced node used is left behind for `drop_unused`; what is used elsewhere stays, so a rule need not
+    ask who else reads a tensor."""
+    nodes: list[Node] = []
+    for node in graph.nodes:
+        nodes.extend(rule(graph, node) or [node])
+    return drop_unused(graph.with_nodes(nodes))
+
+
+def drop_unused(graph: Graph) -> Graph:
+    needed, kept = set(graph.wanted), []
+    for node in reversed(graph.nodes):
+        if any(spec.name in needed for spec in node.outputs):
+            needed.update(name for name in node.inputs if name is not None)
+            kept.append(node)
+    return graph.with_nodes(reversed(kept))
+
+
+def merge_equal(graph: Graph, numerics: Numerics) -> Graph:
+    """Computes once what several nodes compute alike (the same rows of the RoPE tables in every layer), and drops casts
+    that this mode makes empty."""
+    names: dict[str, str] = {}
+    seen: dict[tuple[object, ...], Node] = {}
+    kept: list[Node] = []
+    for node in graph.nodes:
+        inputs = tuple(names.get(name, name) if name is not None else None for name in node.inputs)
+        node = replace(node, inputs=inputs)
+        hidden = all(spec.name not in graph.wanted for spec in node.outputs)
+        if hidden and node.kind == "cast" and _is_empty_cast(graph, node, numerics):
+            names[node.outputs[0].name] = str(inputs[0])
+            continue
+        types = tuple((spec.dtype, spec.shape) for spec in node.outputs)
+        key = (node.kind, inputs, types, repr(sorted(node.attributes.items())))
+        twin = seen.setdefault(key, node) if node.kind not in IN_PLACE else node
+        if twin is not node and hidden:
+            names.update({a.name: b.name for a, b in zip(node.outputs, twin.outputs, strict=True)})
+            continue
+        kept.append(node)
+    return graph.with_nodes(kept)
+
+
+def _is_empty_cast(graph: Graph, node: Node, numerics: Numerics) -> bool:
+    source = graph.specs[str(node.inputs[0])]
+    return numerics.held(source.dtype) == numerics.held(node.outputs[0].dtype)
+
+
+def _check_in_place(program: Program) -> None:
+    """A cache and its update share memory: another reader of the cache would see the update or not, by chance."""
+    users: dict[str, list[Node]] = {}
+    for node in program.nodes:
+        for name in node.inputs:
+            if name is not None:
+                users.setdefault(name, []).append(node)
+    inputs = {spec.name for spec in program.inputs}
+    for node in program.nodes:
+        if node.kind in IN_PLACE:
+            cache = node.inputs[IN_PLACE[node.kind]]
+            if cache not in inputs:
+                raise UnsupportedLayerError(node.name, f"the cache {cache} is no input of the network")
+            if len(users[cache]) > 1:
+                raise UnsupportedLayerError(node.name, f"the cache {cache} is read elsewhere too")

@@ -1,0 +1,52 @@
+"""The arithmetic modes: which torch type holds a tensor of a declared type.
+
+`exact`: every 16- and 32-bit float is held and computed in fp32, so that what is left between the program and another
+implementation in fp32 is the order of sums. `declared`: every tensor is rounded to the type the network declares for
+it, as TensorRT's strong typing does; sums still accumulate in fp32, as its kernels do. Integers, booleans and
+quantized types are the same in both.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Literal, get_args
+
+import torch
+
+from pipeline.errors import CompatibilityError
+
+Mode = Literal["exact", "declared"]
+
+FLOATS = frozenset({"float32", "float16", "bfloat16"})
+# Declared type -> what holds it. INT4 values are unpacked to one byte each before anything reads them.
+HELD_AS: dict[str, torch.dtype] = {
+    "float32": torch.float32,
+    "float16": torch.float16,
+    "bfloat16": torch.bfloat16,
+    "int64": torch.int64,
+    "int32": torch.int32,
+    "int8": torch.int8,
+    "uint8": torch.uint8,
+    "bool": torch.bool,
+    "int4": torch.int8,
+    "fp8": torch.float8_e4m3fn,
+}
+
+
+@dataclass(frozen=True, slots=True)
+class Numerics:
+    """One mode's types."""
+
+    mode: Mode
+
+    def __post_init__(self) -> None:
+        if self.mode not in get_args(Mode):
+            raise CompatibilityError(
+                f"interpreter mode {self.mode!r} is unknown", hint=f"known modes: {', '.join(get_args(Mode))}"
+            )
+
+    def held(self, declared: str) -> torch.dtype:
+        """The torch type of a tensor that the network declares as `declared`."""
+        if self.mode == "exact" and declared in FLOATS:
+            return torch.float32
+        return HELD_AS[declared]

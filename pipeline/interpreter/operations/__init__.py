@@ -1,0 +1,63 @@
+"""The operations: for each kind of node, how it becomes a function of its inputs' values.
+
+A compiled kernel is called with one value per input slot (None where a slot is unconnected) and returns the output, or
+a tuple of outputs. Inputs arrive as tensors, except that
+    integers  arrive as tuples of Python integers
+    absorbs   that are constants are asked for while compiling (`Site.constant`) and are None at run time
+    stored    that are constants arrive in the type they are stored in, so that a gather does not widen a whole
+              embedding for a few rows
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass
+
+from pipeline.interpreter.operations import arithmetic, attention, fused, movement, products, reduction
+from pipeline.interpreter.operations.site import Kernel, Site
+
+__all__ = ["OPERATIONS", "Kernel", "Operation", "Site"]
+
+
+@dataclass(frozen=True, slots=True)
+class Operation:
+    compile: Callable[[Site], Kernel]
+    integers: tuple[int, ...] = ()
+    absorbs: tuple[int, ...] = ()
+    stored: tuple[int, ...] = ()
+
+
+OPERATIONS: dict[str, Operation] = {
+    "activation": Operation(arithmetic.compile_activation),
+    "attention": Operation(attention.compile_attention),
+    "cast": Operation(arithmetic.compile_cast),
+    "concatenation": Operation(movement.compile_concatenation),
+    "dequantize": Operation(products.compile_dequantize),
+    "elementwise": Operation(arithmetic.compile_elementwise),
+    "fill": Operation(arithmetic.compile_fill, integers=(0,)),
+    "gather": Operation(movement.compile_gather, stored=(0,)),
+    "identity": Operation(movement.compile_identity),
+    "kv_cache_update": Operation(attention.compile_kv_cache_update),
+    "matrix_multiply": Operation(products.compile_matrix_multiply),
+    "one_hot": Operation(arithmetic.compile_one_hot, integers=(2,)),
+    "quantize": Operation(products.compile_quantize),
+    "reduce": Operation(reduction.compile_reduce),
+    "rotary_embedding": Operation(attention.compile_rotary_embedding),
+    "select": Operation(arithmetic.compile_select),
+    "shuffle": Operation(movement.compile_shuffle, integers=(1,)),
+    "slice": Operation(movement.compile_slice, integers=(1, 2, 3)),
+    "softmax": Operation(reduction.compile_softmax),
+    "topk": Operation(reduction.compile_topk, integers=(1,)),
+    "unary": Operation(arithmetic.compile_unary),
+    # Written by fusion.py only.
+    "attend": Operation(fused.compile_attend),
+    "attention_bias": Operation(fused.compile_attention_bias),
+    "cache_rows": Operation(fused.compile_cache_rows),
+    "gather_pages": Operation(fused.compile_gather_pages),
+    "linear": Operation(fused.compile_linear, absorbs=(1,)),
+    "page_rows": Operation(fused.compile_page_rows),
+    "rms_norm": Operation(fused.compile_rms_norm),
+    "rotary_rows": Operation(fused.compile_rotary_rows),
+    "rotate": Operation(fused.compile_rotate),
+    "write_cache_rows": Operation(fused.compile_write_cache_rows),
+}

@@ -1,0 +1,152 @@
+"""Kernels for the nodes that fusion.py writes. B sequences, N heads, Q and K rows, D head size, T packed rows."""
+
+from __future__ import annotations
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor
+
+from pipeline.interpreter.operations.attention import cache_rows, mask_bias, write_rows
+from pipeline.interpreter.operations.products import compile_matrix_multiply
+from pipeline.interpreter.operations.site import Kernel, Site
+
+CacheRows = tuple[Tensor, Tensor | None]
+
+
+def compile_cache_rows(site: Site) -> Kernel:
+    heads, size = site.attribute("heads"), site.attribute("size")
+    return lambda starts, lengths: cache_rows(starts, lengths, heads, size)
+
+
+def compile_write_cache_rows(site: Site) -> Kernel:
+    return write_rows
+
+
+def compile_rotary_rows(site: Site) -> Kernel:
+    """The rows of the tables as `rotate` wants them: complex [B, 1, S, d/2] for pairs; for halves cos and sin laid out
+    over the whole width [B, 1, S, d], with the sign of the rotation in sin."""
+    if site.attribute("interleaved"):
+        return lambda cos, sin, positions: torch.complex(cos[positions].float(), sin[positions].float()).unsqueeze(1)
+
+    def rows(cos: Tensor, sin: Tensor, positions: Tensor) -> tuple[Tensor, Tensor]:
+        c, s = cos[positions].float().unsqueeze(1), sin[positions].float().unsqueeze(1)
+        return torch.cat((c, c), dim=-1), torch.cat((-s, s), dim=-1)
+
+    return rows
+
+
+def compile_rotate(site: Site) -> Kernel:
+    """The rotation of attention.compile_rotation, in half the calls."""
+    held, width = site.held(), site.spec(0).shape[-1]
+    dim = int(site.attribute("dim")) or width
+    if dim % 2 or not 0 < dim <= width:
+        raise site.refuse(f"dim {dim} does not fit a head of {width}")
+    half = dim // 2
+
+    def rotate_pairs(x: Tensor, turns: Tensor) -> Tensor:
+        pairs = torch.view_as_complex(x.float().reshape(*x.shape[:-1], half, 2))
+        return torch.view_as_real(pairs * turns).flatten(-2).to(held)
+
+    def rotate_halves(x: Tensor, turns: tuple[Tensor, Tensor]) -> Tensor:
+        cos, sin = turns
+        x = x.float()
+        swapped = torch.cat((x[..., half:], x[..., :half]), dim=-1)
+        return (x * cos).add_(swapped.mul_(sin)).to(held)
+
+    rotate = rotate_pairs if site.attribute("interleaved") else rotate_halves
+    if dim == width:
+        return rotate
+    return lambda x, turns: torch.cat((rotate(x[..., :dim], turns), x[..., dim:]), dim=-1)
+
+
+def compile_attention_bias(site: Site) -> Kernel:
+    """[B or 1, 1, Q, K] → the same, or repeated for the query heads that share a key head and are folded into rows."""
+    groups, dtype = site.attribute("groups"), _attention_type(site)
+
+    def bias(mask: Tensor) -> Tensor:
+        added = mask_bias(mask, dtype)
+        return added if groups == 1 or added.shape[2] == 1 else added.repeat(1, 1, groups, 1)
+
+    return bias
+
+
+def compile_attend(site: Site) -> Kernel:
+    """torch's fused CPU attention. Query heads that share a key head become rows of it, so that nothing is repeated."""
+    held, inner = site.held(), _attention_type(site)
+    heads, kv_heads = site.spec(0).shape[1], site.spec(1).shape[1]
+
+    def attend(q: Tensor, k: Tensor, v: Tensor, bias: Tensor) -> Tensor:
+        batch, _, queries, width = q.shape
+        if heads != kv_heads:
+            q = q.reshape(batch, kv_heads, -1, width)
+        if inner is not held:
+            same = k is v
+            q, k = q.to(inner), k.to(inner)
+            v = k if same else v.to(inner)
+        result = F.scaled_dot_product_attention(q, k, v, attn_mask=bias, scale=1.0)
+        if inner is not held:
+            result = result.to(held)
+        return result if heads == kv_heads else result.reshape(batch, heads, queries, -1)
+
+    return attend
+
+
+def _attention_type(site: Site) -> torch.dtype:
+    """fp16 is computed in fp32: torch's fp16 kernel is several times slower on x86."""
+    return torch.float32 if site.held() is torch.float16 else site.held()
+
+
+def compile_page_rows(site: Site) -> Kernel:
+    """Block table [B, MB] → rows of the pool seen as [blocks * N, …], in the order B, N, MB."""
+    heads = torch.arange(site.attribute("heads")).reshape(1, -1, 1)
+    count = site.attribute("heads")
+    return lambda table: (table.to(torch.int64).unsqueeze(1) * count + heads).reshape(-1)
+
+
+def compile_gather_pages(site: Site) -> Kernel:
+    """[blocks, N, block, D] → [B, N, MB * block, D]."""
+
+    def gather(pool: Tensor, table: Tensor, rows: Tensor) -> Tensor:
+        _, heads, size, width = pool.shape
+        batch, columns = table.shape
+        pages = torch.index_select(pool.view(-1, size * width), 0, rows)
+        return pages.view(batch, heads, columns * size, width)
+
+    return gather
+
+
+def compile_rms_norm(site: Site) -> Kernel:
+    """Rounded where the chain that it stands for is: the quotient once, its product with the weight once."""
+    normal = site.numerics.held(site.attribute("normal"))
+
+    def norm(x: Tensor, weight: Tensor, eps: Tensor) -> Tensor:
+        wide = x.float()
+        root = (wide * wide).mean(-1, keepdim=True).add_(eps).sqrt_()
+        return (wide / root).to(normal) * weight
+
+    return norm
+
+
+def compile_linear(site: Site) -> Kernel:
+    """x @ W for a constant W, packed once in the blocked layout that oneDNN's kernels read (twice as fast here as a
+    plain weight for one row, and never slower). fp16 has no such kernel on x86: it is held and computed in fp32."""
+    held, transposed = site.held(), site.attribute("op1") == "transpose"
+    weight, general = site.constant(1), compile_matrix_multiply(site)
+    if weight is None:  # too large to keep: it arrives at each step
+        return general
+    inner = torch.float32 if held is torch.float16 else held
+    rows = weight if transposed else weight.transpose(-1, -2)
+    nbytes = weight.numel() * inner.itemsize
+    if weight.dim() == 2 and torch.ops.mkldnn._is_mkldnn_bf16_supported():
+        pack = torch.ops.mkldnn._reorder_linear_weight
+        packed = site.prepare(1, f"packed {transposed}", nbytes, lambda: pack(rows.to(inner).contiguous()))
+        multiply = torch.ops.mkldnn._linear_pointwise.default
+        if packed is not None:
+            if inner is held:
+                return lambda x, _: multiply(x, packed, None, "none", [], "")
+            return lambda x, _: multiply(x.to(inner), packed, None, "none", [], "").to(held)
+    wide = weight if weight.dtype is inner else site.prepare(1, "wide", nbytes, lambda: weight.to(inner))
+    if wide is None:
+        return lambda x, _: general(x, weight)
+    factor = wide.transpose(-1, -2) if transposed else wide
+    return lambda x, _: torch.matmul(x.to(inner), factor).to(held)

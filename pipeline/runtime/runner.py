@@ -1,0 +1,102 @@
+"""What executes steps: a runner holds the weights and the block pools, and computes one step's logits.
+
+The executor above sees only this: the interpreter on a CPU, an engine on a GPU.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from typing import TYPE_CHECKING, Any, Protocol
+
+import numpy.typing as npt
+
+from pipeline.errors import CompatibilityError
+from pipeline.network import inputs as ports
+
+if TYPE_CHECKING:
+    import torch
+
+    from pipeline.interpreter.numerics import Mode
+    from pipeline.network.program import Program
+
+Inputs = Mapping[str, npt.NDArray[Any]]
+Blocks = dict[str, "torch.Tensor"]
+
+
+class Runner(Protocol):
+    """Block ids run from 0 to the number allocated; block 0 is padding and belongs to no sequence."""
+
+    def allocate(self, blocks: int) -> None:
+        """Makes every pool anew with this many blocks, all zero: a pool must stay finite, since masked rows still
+        multiply (0 * NaN)."""
+
+    def step(self, inputs: Inputs) -> torch.Tensor:
+        """One step: the int32 arrays of `steps.plan_step` → logits [N, V] float32 on the runner's device. The pools
+        are updated in place."""
+
+    def copy_blocks(self, pairs: Sequence[tuple[int, int]]) -> None:
+        """Copies blocks (from, to) in every pool; all are read before any is written."""
+
+    def read_blocks(self, blocks: Sequence[int]) -> Blocks:
+        """The content of blocks on the host, by pool: [len(blocks), heads, block_size, width]."""
+
+    def write_blocks(self, blocks: Sequence[int], content: Blocks) -> None:
+        """Puts back what `read_blocks` gave, into these blocks."""
+
+    def zero_blocks(self, blocks: Sequence[int]) -> None:
+        """After logits that are not finite: nothing of them may stay in the pools."""
+
+
+class InterpreterRunner:
+    """Steps of a whole network's program on the CPU. `mode` and the options are `interpreter.Interpreter`'s."""
+
+    def __init__(
+        self, program: Program, *, mode: Mode, optimize: bool = True, resident_bytes: int | None = None
+    ) -> None:
+        from pipeline.interpreter.interpreter import Interpreter
+
+        outputs = {spec.name for spec in program.outputs}
+        if ports.LOGITS not in outputs:
+            raise CompatibilityError(
+                f"a network with the outputs {', '.join(sorted(outputs))} gives no logits",
+                hint="a slice of layers is run with the interpreter itself",
+            )
+        self.interpreter = Interpreter(program, mode=mode, optimize=optimize, resident_bytes=resident_bytes)
+        self._pool_specs = [spec for spec in program.inputs if spec.name + ports.POOL_OUTPUT_SUFFIX in outputs]
+        self.pools: Blocks = {}
+
+    def allocate(self, blocks: int) -> None:
+        import torch
+
+        if blocks < 2:
+            raise CompatibilityError(f"{blocks} blocks: block 0 is padding, so at least 2 are needed")
+        self.pools = {}  # the old ones go before the new ones come
+        for spec in self._pool_specs:
+            held = self.interpreter.numerics.held(spec.dtype)
+            self.pools[spec.name] = torch.zeros((blocks, *spec.shape[1:]), dtype=held)
+
+    def step(self, inputs: Inputs) -> torch.Tensor:
+        return self.run(inputs)[ports.LOGITS]
+
+    def run(self, inputs: Inputs, *, taps: Sequence[str] = ()) -> dict[str, torch.Tensor]:
+        """A step with everything it makes: the outputs, and any other tensors by name."""
+        import torch
+
+        feeds = {name: torch.from_numpy(array) for name, array in inputs.items()}
+        return self.interpreter.run({**feeds, **self.pools}, taps=taps)
+
+    def copy_blocks(self, pairs: Sequence[tuple[int, int]]) -> None:
+        sources, targets = [a for a, _ in pairs], [b for _, b in pairs]
+        for pool in self.pools.values():
+            pool[targets] = pool[sources]
+
+    def read_blocks(self, blocks: Sequence[int]) -> Blocks:
+        return {name: pool[list(blocks)] for name, pool in self.pools.items()}
+
+    def write_blocks(self, blocks: Sequence[int], content: Blocks) -> None:
+        for name, pool in self.pools.items():
+            pool[list(blocks)] = content[name]
+
+    def zero_blocks(self, blocks: Sequence[int]) -> None:
+        for pool in self.pools.values():
+            pool[list(blocks)] = 0
