@@ -1,0 +1,200 @@
+"""What kernels TensorRT-RTX 1.7 makes of a decoder, as far as they need memory, from the architecture alone.
+
+Read off compiled engines, and held against them in tests. A change of pipeline/network that moves a workspace by more
+than a tenth shows there.
+
+Sizes: T rows, B sequences, Q rows of the longest, K cache rows of the longest, N rows of logits (all of the profile's
+largest); h, kv, d heads, KV heads, head size; R, P, D = R + P widths of the latent; e bytes of the model's type.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass, field
+
+from pipeline.checkpoint.architecture import Architecture, LatentAttention
+from pipeline.engine.limits import Profile
+from pipeline.engine.workspace import Buffer, Schedule, Workspace, place
+
+# The widest head for which there is a fused attention kernel; a wider latent becomes GEMM, softmax, GEMM.
+WIDEST_FUSED_HEAD = 256
+DTYPE_BYTES = {"float32": 4, "float16": 2, "bfloat16": 2}
+_FLOAT32 = _INT32 = 4
+# Layers of a kind that are worth listing: a third one finds the regions of the two before it.
+_LAYERS_THAT_COUNT = 3
+
+
+def plan_workspace(architecture: Architecture, profile: Profile, *, dtype: str, block_size: int, moe: str) -> Workspace:
+    """The workspace that an engine will state for this profile, and what it is made of."""
+    step = _Step(
+        a=architecture, n={**profile.maximum, "K": profile.maximum["MB"] * block_size}, e=DTYPE_BYTES[dtype], moe=moe
+    )
+    layers = range(architecture.num_layers)
+    kinds = [[layer for layer in layers if architecture.is_routed(layer) is routed] for routed in (False, True)]
+    _write_decoder(step, sorted(layer for kind in kinds for layer in kind[:_LAYERS_THAT_COUNT]))
+    return place(step.plan.buffers)
+
+
+@dataclass(slots=True)
+class _Step:
+    a: Architecture
+    n: dict[str, int]
+    e: int
+    moe: str
+    plan: Schedule = field(default_factory=Schedule)
+    # Made by the first layer, read by all: the mask, RoPE's rows of the tables.
+    shared: tuple[Buffer, ...] = ()
+
+    @property
+    def hidden(self) -> int:
+        return self.n["T"] * self.a.hidden_size * self.e
+
+    @property
+    def is_generation(self) -> bool:
+        return self.n["Q"] == 1
+
+
+def _write_decoder(s: _Step, layers: list[int]) -> None:
+    # Which rows go to which block: a few integers per block and per row, read by every layer's cache update.
+    blocks = {f"block_rows_{i}": s.n["NB"] * _INT32 for i in range(2)}
+    rows = {f"row_blocks_{i}": s.n["T"] * _INT32 for i in range(4)}
+    indices = s.plan.kernel(**blocks, **rows)
+    state = s.plan.kernel(residual=s.hidden, normal=s.hidden)
+    for layer in layers:
+        state = (_latent_attention if s.a.latent else _grouped_attention)(s, *state)
+        mlp = _MLPS[s.moe] if s.a.is_routed(layer) else _dense_mlp
+        state = mlp(s, *state)
+    (wanted,) = s.plan.kernel(*state, *indices, *s.shared, wanted=s.n["N"] * s.a.hidden_size * s.e)
+    s.plan.gemm(wanted)
+
+
+def _add_norm(s: _Step, *reads: Buffer) -> tuple[Buffer, ...]:
+    return s.plan.kernel(*reads, residual=s.hidden, normal=s.hidden)
+
+
+def _make_shared(s: _Step, *, mask_rows: int, rotary: int) -> dict[str, int]:
+    """What the first layer's kernels write beside their own: the mask as numbers of the model's type, but as bool where
+    the generation phase's kernel takes it."""
+    if s.shared:
+        return {}
+    narrow = s.is_generation and mask_rows == 1
+    return {
+        "mask": s.n["B"] * s.n["Q"] * mask_rows * s.n["K"] * (1 if narrow else s.e),
+        "cos": s.n["T"] * rotary // 2 * _FLOAT32,
+        "sin": s.n["T"] * rotary // 2 * _FLOAT32,
+    }
+
+
+def _grouped_attention(s: _Step, residual: Buffer, normal: Buffer) -> tuple[Buffer, ...]:
+    h, kv, d, n, e = s.a.num_heads, s.a.num_kv_heads, s.a.head_dim, s.n, s.e
+    (qkv,) = s.plan.gemm(normal, qkv=n["T"] * (h + 2 * kv) * d * e)
+    query, *made = s.plan.kernel(qkv, query=n["B"] * n["Q"] * h * d * e, **_make_shared(s, mask_rows=1, rotary=d))
+    s.shared = s.shared or tuple(made)
+    pages = n["B"] * n["K"] * kv * d * e
+    (keys,) = s.plan.kernel(gathered_keys=pages)
+    (values,) = s.plan.kernel(gathered_values=pages)
+    (out,) = s.plan.kernel(query, keys, values, *s.shared, attention=n["B"] * n["Q"] * h * d * e)
+    (packed,) = s.plan.kernel(out, packed=n["T"] * h * d * e)
+    (dense,) = s.plan.gemm(packed, dense=s.hidden)
+    return _add_norm(s, residual, dense)
+
+
+def _latent_attention(s: _Step, residual: Buffer, normal: Buffer) -> tuple[Buffer, ...]:
+    latent = s.a.latent
+    if latent is None:
+        raise TypeError(f"{s.a.name} has no latent attention")
+    h, r, width = s.a.num_heads, latent.kv_lora_rank, latent.latent_dim
+    t, rows, e = s.n["T"], s.n["B"] * s.n["Q"] * h, s.e
+    query, row = _latent_projections(s, latent, normal)
+    (absorbed,) = s.plan.gemm(query, absorbed=t * h * r * e)
+    fused = width <= WIDEST_FUSED_HEAD and not s.is_generation and e < _FLOAT32
+    folded, *made = s.plan.kernel(
+        absorbed,
+        row,
+        query_padded=rows * width * e,
+        **(_make_shared(s, mask_rows=h, rotary=latent.qk_rope_head_dim) if fused else {}),
+    )
+    s.shared = s.shared or tuple(made)
+    out = (_fused_latent if fused else _decomposed_latent)(s, folded, width, rows)
+    (packed,) = s.plan.kernel(out, packed=t * h * r * e)
+    (values,) = s.plan.gemm(packed, values=t * h * latent.v_head_dim * e)
+    (merged,) = s.plan.kernel(values, merged=t * h * latent.v_head_dim * e)
+    (dense,) = s.plan.gemm(merged, dense=s.hidden)
+    return _add_norm(s, residual, dense)
+
+
+def _latent_projections(s: _Step, latent: LatentAttention, normal: Buffer) -> tuple[Buffer, Buffer]:
+    """The query's content part and its rotary part, in float32."""
+    h, t, e, rank = s.a.num_heads, s.n["T"], s.e, latent.q_lora_rank
+    query = h * latent.qk_head_dim
+    if rank is None:  # one GEMM makes both
+        (projected,) = s.plan.gemm(normal, query_and_latent=t * (query + latent.latent_dim) * e)
+    else:
+        (compressed,) = s.plan.gemm(normal, compressed=t * (rank + latent.latent_dim) * e)
+        (normal_rank,) = s.plan.kernel(compressed, compressed_normal=t * rank * e)
+        (projected,) = s.plan.gemm(normal_rank, query=t * query * e)
+    (wide,) = s.plan.kernel(projected, latent_float32=t * latent.kv_lora_rank * _FLOAT32)
+    rotary = t * h * latent.qk_rope_head_dim * _FLOAT32
+    content, row = s.plan.kernel(
+        projected, wide, content=t * h * latent.qk_nope_head_dim * e, query_rotary_float32=rotary
+    )
+    return content, row
+
+
+def _fused_latent(s: _Step, query: Buffer, width: int, rows: int) -> Buffer:
+    """One attention kernel, which wants the gathered latent and its transpose."""
+    pages = s.n["B"] * s.n["K"] * width * s.e
+    made = s.plan.kernel(gathered_latent=pages, gathered_latent_transposed=pages)
+    (out,) = s.plan.kernel(query, *made, *s.shared, attention=rows * width * s.e)
+    return out
+
+
+def _decomposed_latent(s: _Step, query: Buffer, width: int, rows: int) -> Buffer:
+    """Two GEMMs around a softmax. K is padded for them by copying, since a dynamic size may be any number."""
+    pages, scores = s.n["B"] * s.n["K"] * width * s.e, rows * s.n["K"] * s.e
+    gathered, values = s.plan.kernel(gathered_latent=pages, gathered_latent_padded=pages)
+    (turned,) = s.plan.kernel(gathered, gathered_latent_transposed=pages)
+    (keys,) = s.plan.kernel(turned, gathered_latent_transposed_padded=pages)
+    (raw,) = s.plan.gemm(query, keys, scores=scores)
+    latent = s.a.latent
+    rotary = latent.qk_rope_head_dim if latent else 0
+    soft, *made = s.plan.kernel(
+        raw, *s.shared, probabilities=scores, **_make_shared(s, mask_rows=s.a.num_heads, rotary=rotary)
+    )
+    s.shared = s.shared or tuple(made)
+    (padded,) = s.plan.kernel(soft, probabilities_padded=scores)
+    (out,) = s.plan.gemm(padded, values, attention=rows * width * s.e)
+    return out
+
+
+def _dense_mlp(s: _Step, residual: Buffer, normal: Buffer) -> tuple[Buffer, ...]:
+    return _add_norm(s, residual, _gated_mlp(s, normal, s.a.intermediate_size))
+
+
+def _gated_mlp(s: _Step, normal: Buffer, width: int) -> Buffer:
+    t = s.n["T"]
+    (both,) = s.plan.gemm(normal, gate_and_up=t * 2 * width * s.e)
+    (gated,) = s.plan.kernel(both, gated=t * width * s.e)
+    (down,) = s.plan.gemm(gated, down=s.hidden)
+    return down
+
+
+def _routed_dense(s: _Step, residual: Buffer, normal: Buffer) -> tuple[Buffer, ...]:
+    """Every expert on every row: E x T rows."""
+    experts = s.a.experts
+    if experts is None:
+        raise TypeError(f"{s.a.name} has no routed experts")
+    t, width, count = s.n["T"], experts.intermediate_size, experts.num_routed
+    wide, copy = s.plan.kernel(normal, router_input=2 * s.hidden // s.e * 2, experts_input=s.hidden)
+    (one_hot,) = s.plan.gemm(wide, one_hot=t * experts.top_k * count * _FLOAT32)
+    (both,) = s.plan.gemm(copy, experts_gate_and_up=count * t * 2 * width * s.e)
+    (gated,) = s.plan.kernel(both, experts_gated=count * t * width * s.e)
+    (down,) = s.plan.gemm(gated, experts_down=count * s.hidden)
+    (total,) = s.plan.kernel(down, one_hot, experts_sum_float32=t * s.a.hidden_size * _FLOAT32)
+    if not experts.num_shared:
+        return _add_norm(s, residual, total)
+    shared = _gated_mlp(s, normal, width * experts.num_shared)
+    return _add_norm(s, residual, total, shared)
+
+
+_MLPS: dict[str, Callable[[_Step, Buffer, Buffer], tuple[Buffer, ...]]] = {"dense": _routed_dense}
