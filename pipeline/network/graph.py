@@ -58,7 +58,8 @@ class Graph:
 
     def constant(self, name: str, raw: RawTensor, shape: Sequence[int] | None = None) -> Tensor:
         """A constant over `raw`'s own memory, seen in `shape`."""
-        return self._constant(name, raw, _TRT_TYPES[raw.dtype], raw.shape if shape is None else shape)
+        seen = raw if shape is None else RawTensor(raw.dtype, tuple(shape), raw.data)
+        return self._constant(name, seen, _TRT_TYPES[raw.dtype], seen.shape)
 
     def int4(self, name: str, packed: RawTensor) -> Tensor:
         """An INT4 constant: `packed` is I8 with its last dimension halved, low nibble first."""
