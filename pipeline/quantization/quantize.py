@@ -7,7 +7,6 @@ tensor for the former.
 
 from __future__ import annotations
 
-import copy
 import json
 import os
 import shutil
@@ -16,8 +15,11 @@ from typing import TYPE_CHECKING, Any
 
 import torch
 
-from pipeline.checkpoint.folder import CONFIG, GENERATION_CONFIG, INDEX
+from pipeline.checkpoint.folder import CONFIG, GENERATION_CONFIG
+from pipeline.checkpoint.json_text import set_keys
 from pipeline.checkpoint.layouts import layout_for
+from pipeline.checkpoint.shards import Shard, write_index
+from pipeline.checkpoint.tensors import TensorInfo
 from pipeline.errors import CheckpointError
 from pipeline.progress import SILENT, Progress
 from pipeline.quantization import calibration
@@ -74,10 +76,7 @@ class _Run:
         self, source: CheckpointFolder, workspace: Workspace, settings: QuantizeSettings, progress: Progress
     ) -> None:
         self.source, self.workspace, self.settings, self.progress = source, workspace, settings, progress
-        self.own = source.config.get("trtseek")
-        if not isinstance(self.own, dict) or self.own.get("quantization") is not None:
-            state = "is quantized already" if isinstance(self.own, dict) else "is not an engine checkpoint"
-            raise CheckpointError(f"{source.path} {state}", hint="quantize starts from what convert wrote")
+        self.own = _read_own_key(source)
         self.method = find_method(settings.method)
         self.dtype = model_dtype(self.own["dtype"])
         self.selection = choose_linears(
@@ -146,8 +145,9 @@ class _Run:
         """Writes index, config, report and copies of the tokenizer; afterwards nothing is left to do."""
         steps = [f"layer-{layer}" for layer in range(self.source.architecture.num_layers)] + ["outer"]
         parts = [json.loads(self._part(step).read_text()) for step in steps]
-        weight_map = {name: part["file"] for part in parts for name in part["tensors"]}
-        bytes_after = sum(part["bytes"] for part in parts)
+        shards = [
+            Shard(name=p["file"], infos=tuple(TensorInfo(n, d, tuple(s)) for n, d, s in p["infos"])) for p in parts
+        ]
         report = QuantizationReport(
             method=self.settings.method,
             quant_algo=self.method.format.quant_algo,
@@ -159,16 +159,11 @@ class _Run:
             idle_patterns=list(self.selection.idle_patterns),
             experts={str(layer): part["experts"] for layer, part in enumerate(parts) if part["experts"]},
             bytes_before=sum(info.nbytes for info in self.source.tensors.values()),
-            bytes_after=bytes_after,
+            bytes_after=sum(shard.nbytes for shard in shards),
         )
-        config = copy.deepcopy(self.source.config)
-        config["trtseek"] = {**config["trtseek"], "quantization": self._describe_quantization(weight_map)}
         written = [
-            _write_json(self.workspace.path / CONFIG, config),
-            _write_json(
-                self.workspace.path / INDEX,
-                {"metadata": {"total_size": bytes_after}, "weight_map": dict(sorted(weight_map.items()))},
-            ),
+            self._write_config(any(info.name.endswith(PREQUANT) for shard in shards for info in shard.infos)),
+            write_index(self.workspace.path, shards),
             _write_json(self.workspace.path / REPORT, report.to_json()),
         ]
         for file in [*self.source.tokenizer_files, self.source.path / GENERATION_CONFIG]:
@@ -186,8 +181,7 @@ class _Run:
         self._part(step).parent.mkdir(exist_ok=True)
         part = {
             "file": path.name,
-            "tensors": [info.name for info in infos],
-            "bytes": sum(info.nbytes for info in infos),
+            "infos": [(info.name, info.dtype, info.shape) for info in infos],
             "linears": {name: plan.rows[name] for name in self.selection.linears if name in plan.rows},
             "experts": plan.experts,
         }
@@ -215,15 +209,33 @@ class _Run:
         c = self.settings.calibration
         return {"files": [f.name for f in c.files], "samples": c.samples, "length": c.length, "seed": c.seed}
 
-    def _describe_quantization(self, weight_map: dict[str, str]) -> dict[str, Any]:
-        return {
+    def _write_config(self, prescaled: bool) -> Path:
+        """The source's config.json with our key filled in, and not a character more."""
+        quantization = {
             "quant_algo": self.method.format.quant_algo,
             "method": self.settings.method,
             "group_size": self.settings.group_size,
             "has_zero_point": False,
-            "pre_quant_scale": any(name.endswith(PREQUANT) for name in weight_map),
+            "pre_quant_scale": prescaled,
             "quantized": {name: linear.group for name, linear in self.selection.linears.items()},
         }
+        text = (self.source.path / CONFIG).read_text(encoding="utf-8")
+        path = self.workspace.path / CONFIG
+        path.write_text(set_keys(text, {"trtseek": {**self.own, "quantization": quantization}}), encoding="utf-8")
+        return path
+
+
+def _read_shard(part: dict[str, Any]) -> Shard:
+    infos = tuple(TensorInfo(name, dtype, tuple(shape)) for name, dtype, shape in part["infos"])
+    return Shard(name=part["file"], infos=infos)
+
+
+def _read_own_key(source: CheckpointFolder) -> dict[str, Any]:
+    own = source.config.get("trtseek")
+    if not isinstance(own, dict) or own.get("quantization") is not None:
+        state = "is quantized already" if isinstance(own, dict) else "is not an engine checkpoint"
+        raise CheckpointError(f"{source.path} {state}", hint="quantize starts from what convert wrote")
+    return own
 
 
 @contextmanager

@@ -7,6 +7,7 @@ from typing import TYPE_CHECKING
 import torch
 
 from pipeline.checkpoint.safetensors_file import write_safetensors
+from pipeline.checkpoint.shards import METADATA
 from pipeline.checkpoint.tensors import SAFETENSORS_DTYPE, RawTensor, TensorInfo
 from pipeline.quantization.folding import describe_vector
 
@@ -32,7 +33,7 @@ def write_shard(
 ) -> list[TensorInfo]:
     """Writes the source tensors `names`, those of `linears` quantized, and returns what the shard holds."""
     infos = [info for name in names for info in _describe(source.tensors[name], linears, plan, form)]
-    write_safetensors(path, infos, _make(names, source, linears, plan, form, progress), metadata={"format": "pt"})
+    write_safetensors(path, infos, _make(names, source, linears, plan, form, progress), metadata=METADATA)
     return infos
 
 

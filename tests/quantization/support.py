@@ -3,15 +3,17 @@
 from __future__ import annotations
 
 import json
+import shutil
 from collections.abc import Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
 import torch
-from safetensors.torch import load_file
+from safetensors.torch import load_file, save_file
 
 from pipeline.checkpoint.architecture import Architecture, parse_architecture
+from pipeline.checkpoint.folder import CheckpointFolder
 from pipeline.checkpoint.layouts import layout_for
 from pipeline.checkpoint.reference import build_hf_layer, build_hf_rotary, causal_mask
 from pipeline.checkpoint.tensors import RawTensor, TensorInfo
@@ -49,6 +51,18 @@ class Model:
         mappings = layout_for(architecture).mappings()
         values = {m.target: m.forward([hub[s] for s in m.sources]) for m in mappings if m.sources[0] in hub}
         return Model(config, architecture, MemorySource(values))
+
+    def write(self, path: Path, like: Path) -> CheckpointFolder:
+        """An engine checkpoint folder, by the safetensors library, with the tokenizer of the folder `like`."""
+        path.mkdir(parents=True)
+        save_file(self.source.values, path / "model.safetensors")
+        dtype = self.config["torch_dtype"]
+        config = {**self.config, "trtseek": {"format": 1, "dtype": dtype, "quantization": None}}
+        (path / "config.json").write_text(json.dumps(config, indent=2))
+        for name in ("tokenizer.json", "tokenizer_config.json", "generation_config.json"):
+            if (like / name).exists():
+                shutil.copyfile(like / name, path / name)
+        return CheckpointFolder.open(path)
 
     def run_layer(self, layer: int, values: Mapping[str, torch.Tensor], hidden: torch.Tensor) -> torch.Tensor:
         """The HF layer's output [B, T, H] in float32 with the given engine tensors."""

@@ -1,0 +1,347 @@
+"""Whole checkpoints: function, format, report, resumed runs, and what is refused."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Callable, Sequence
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from safetensors.torch import load_file
+
+from pipeline.checkpoint.export import hf_layer_state
+from pipeline.checkpoint.folder import CheckpointFolder
+from pipeline.errors import CheckpointError, CompatibilityError, QuantizationError
+from pipeline.quantization import int4
+from pipeline.quantization.quantize import quantize_checkpoint
+from pipeline.quantization.report import QuantizationReport
+from pipeline.workspace import FolderWorkspace
+from tests import fixtures
+from tests.fixtures import Tensors
+from tests.quantization.support import CalibrationSettings, Model, Settings
+
+ALL = ("experts", "shared_experts", "mlp", "attention_output", "attention_input")
+
+
+@pytest.fixture(scope="module")
+def text(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    path = tmp_path_factory.mktemp("text") / "calibration.txt"
+    path.write_text("".join(f"def f{i}(x):\n    return {i * 7919 % 1000} * x\n" for i in range(1500)))
+    return path
+
+
+def settings(text: Path, samples: int = 24, length: int = 32, **options: Any) -> Settings:
+    return Settings(calibration=CalibrationSettings(files=(text,), samples=samples, length=length), **options)
+
+
+def write_engine(tmp_path: Path, hub: Path) -> CheckpointFolder:
+    return Model.load(hub).write(tmp_path / "engine", hub)
+
+
+def run(source: CheckpointFolder, path: Path, s: Settings) -> tuple[CheckpointFolder, QuantizationReport]:
+    report = quantize_checkpoint(source, FolderWorkspace(path, journal=path.with_suffix(".journal")), settings=s)
+    return CheckpointFolder.open(path), report
+
+
+def read_files(path: Path) -> dict[str, bytes]:
+    return {file.name: file.read_bytes() for file in sorted(path.rglob("*")) if file.is_file()}
+
+
+def layer_errors(hub: Path, quantized: CheckpointFolder, inputs: Sequence[torch.Tensor]) -> list[float]:
+    """Relative error of each HF layer's contribution to the residual stream, on the given hidden states."""
+    model = Model.load(hub)
+    errors = []
+    for layer, hidden in enumerate(inputs):
+        expected = model.run_layer(layer, model.source.values, hidden) - hidden
+        found = run_state(model, layer, hf_layer_state(quantized, model.architecture, layer), hidden) - hidden
+        errors.append(float((found - expected).norm() / expected.norm()))
+    return errors
+
+
+def run_state(model: Model, layer: int, state: dict[str, torch.Tensor], hidden: torch.Tensor) -> torch.Tensor:
+    from pipeline.checkpoint.reference import build_hf_layer, build_hf_rotary, causal_mask
+
+    module = build_hf_layer(model.config, layer, state, torch.float32)
+    length = hidden.shape[1]
+    embeddings = build_hf_rotary(model.config)(hidden, torch.arange(length)[None].expand(hidden.shape[0], -1))
+    return module(hidden, attention_mask=causal_mask(length, torch.float32), position_embeddings=embeddings)
+
+
+def hidden_states(model: Model, tokens: torch.Tensor) -> list[torch.Tensor]:
+    """The input of every layer for token ids [B, T], through the original model."""
+    states = [model.source.values["transformer.vocab_embedding.weight"][tokens].float()]
+    for layer in range(model.architecture.num_layers - 1):
+        states.append(model.run_layer(layer, model.source.values, states[-1]))
+    return states
+
+
+def random_tokens(batch: int = 8, length: int = 32) -> torch.Tensor:
+    return torch.randint(2, 258, (batch, length), generator=torch.Generator().manual_seed(9))
+
+
+@pytest.mark.parametrize("method", ["rtn", "awq"])
+@pytest.mark.parametrize("family", ["llama", "deepseek_v2"])
+def test_layers_compute_nearly_the_same(
+    tmp_path: Path, llama_path: Path, deepseek_v2_path: Path, text: Path, family: str, method: str
+) -> None:
+    hub = {"llama": llama_path, "deepseek_v2": deepseek_v2_path}[family]
+    source = write_engine(tmp_path, hub)
+    quantized, report = run(source, tmp_path / "out", settings(text, method=method, include=ALL))
+    model = Model.load(hub)
+    errors = layer_errors(hub, quantized, hidden_states(model, random_tokens()))
+    # A rounding error of amax/7/sqrt(12) on normal weights is about 0.12 of a weight at groups of 128, and every
+    # output of the layer passes through two or three such linears.
+    assert all(0.02 < error < 0.35 for error in errors)
+    assert report.ratio < 0.6
+    assert report.method == method and (report.calibration is None) == (method == "rtn")
+
+
+def test_checkpoint_format(tmp_path: Path, deepseek_v2_path: Path, text: Path) -> None:
+    source = write_engine(tmp_path, deepseek_v2_path)
+    quantized, report = run(source, tmp_path / "out", settings(text))
+    own = quantized.config["trtseek"]
+    assert own["quantization"] == {
+        "quant_algo": "W4A16_AWQ",
+        "method": "awq",
+        "group_size": 128,
+        "has_zero_point": False,
+        "pre_quant_scale": True,
+        "quantized": {name: row["group_size"] for name, row in report.linears.items()},
+    }
+    assert own["format"] == 1 and own["dtype"] == "bfloat16"
+    original = (source.path / "config.json").read_text()
+    assert (tmp_path / "out/config.json").read_text().startswith(original[: original.index('"trtseek"')])
+    for name, group in own["quantization"]["quantized"].items():
+        rows, columns = source.tensors[f"{name}.weight"].shape
+        weight, scales = quantized.tensors[f"{name}.weight"], quantized.tensors[f"{name}.weights_scaling_factor"]
+        assert (weight.dtype, weight.shape) == ("I8", (rows // 2, columns))
+        assert (scales.dtype, scales.shape) == ("F32", (rows, columns // group))
+        values = quantized.read(scales.name).to_torch()
+        assert torch.equal(values.bfloat16().float(), values)
+        vector = quantized.tensors.get(f"{name}.prequant_scaling_factor")
+        assert (vector is not None) == (report.linears[name]["scale"] == "kept as prequant_scaling_factor")
+        assert vector is None or (vector.dtype, vector.shape) == ("BF16", (columns,))
+    files = sorted(read_files(tmp_path / "out"))
+    assert files == [
+        "config.json",
+        "generation_config.json",
+        *(f"model-{i:05}-of-00004.safetensors" for i in range(1, 5)),
+        "model.safetensors.index.json",
+        "quantization.json",
+        "tokenizer.json",
+        "tokenizer_config.json",
+    ]
+    for name in ("transformer.layers.1.mlp.router.weight", "lm_head.weight", "transformer.ln_f.weight"):
+        assert quantized.read(name).data.tobytes() == source.read(name).data.tobytes()
+
+
+def test_experts_share_one_vector(tmp_path: Path, text: Path) -> None:
+    hub = fixtures.deepseek_v2(tmp_path / "hub", tokenizer=True, edit=plant_outliers)
+    quantized, _ = run(write_engine(tmp_path, hub), tmp_path / "out", settings(text))
+    for layer in (1, 2):
+        prefix = f"transformer.layers.{layer}.mlp."
+        for owners in ([f"experts.{e}" for e in range(16)], ["shared_expert"]):
+            names = [f"{prefix}{owner}.{part}.prequant_scaling_factor" for owner in owners for part in ("fc", "gate")]
+            assert len({quantized.read(name).data.tobytes() for name in names}) == 1
+
+
+def test_report(tmp_path: Path, deepseek_v2_path: Path, text: Path) -> None:
+    source = write_engine(tmp_path, deepseek_v2_path)
+    quantized, report = run(source, tmp_path / "out", settings(text))
+    assert json.loads((tmp_path / "out/quantization.json").read_text()) == json.loads(json.dumps(report.to_json()))
+    assert report.bytes_before == sum(info.nbytes for info in source.tensors.values())
+    assert report.bytes_after == sum(info.nbytes for info in quantized.tensors.values())
+    assert report.smaller_groups["transformer.layers.1.mlp.experts.0.proj"] == 64
+    assert report.unquantized["transformer.layers.1.mlp.router"] == "role router is never quantized"
+    assert report.experts.keys() == {"1", "2"}
+    assert sum(report.experts["1"]["tokens"]) == 24 * 32 * 4
+    for row in report.linears.values():
+        assert row["loss_before"] is None or row["loss_after"] < 0.1
+    for members in (("attention.dense",), ("mlp.fc", "mlp.gate"), ("mlp.proj",)):
+        rows = [report.linears[f"transformer.layers.0.{member}"] for member in members]
+        assert sum(row["loss_after"] for row in rows) <= sum(row["loss_before"] for row in rows)
+
+
+def test_rounding_to_nearest_is_the_packed_weight(tmp_path: Path, llama_path: Path) -> None:
+    """Against int4 itself on the hub's own tensors; no text, no transformers layer, not even a tokenizer."""
+    source = write_engine(tmp_path, llama_path)
+    for file in source.tokenizer_files:
+        file.unlink()
+    quantized, _ = run(source, tmp_path / "out", Settings(method="rtn", group_size=32))
+    hub = {n: t for f in sorted(llama_path.glob("*.safetensors")) for n, t in load_file(f).items()}
+    packed, scales = int4.quantize_packed(hub["model.layers.1.mlp.gate_proj.weight"], 32)
+    assert torch.equal(quantized.read("transformer.layers.1.mlp.fc.weight").to_torch(), packed)
+    assert torch.equal(quantized.read("transformer.layers.1.mlp.fc.weights_scaling_factor").to_torch(), scales)
+    assert not any(name.endswith("prequant_scaling_factor") for name in quantized.tensors)
+
+
+def plant_outliers(tensors: Tensors) -> None:
+    """Norms and V rows that make a few channels 30 times as loud, with weights to match: they matter, and stand out."""
+    for name, tensor in tensors.items():
+        if name.endswith("layernorm.weight"):
+            tensor[3::40] *= 30
+        elif name.endswith(("up_proj.weight", "v_proj.weight", "kv_b_proj.weight")):
+            tensor[5::32] *= 30
+
+
+@pytest.mark.parametrize("build", [fixtures.llama, fixtures.deepseek_v2])
+def test_awq_wins_clearly_where_channels_stand_out(tmp_path: Path, text: Path, build: Callable[..., Path]) -> None:
+    hub = build(tmp_path / "hub", tokenizer=True, edit=plant_outliers)
+    source = write_engine(tmp_path, hub)
+    states = hidden_states(Model.load(hub), random_tokens())
+    errors = {}
+    for method in ("rtn", "awq"):
+        quantized, _ = run(source, tmp_path / method, settings(text, method=method, samples=48))
+        errors[method] = layer_errors(hub, quantized, states)
+    assert all(awq < 0.75 * rtn for awq, rtn in zip(errors["awq"], errors["rtn"], strict=True)), errors
+
+
+def test_clipping_is_no_worse(tmp_path: Path, llama_path: Path, text: Path) -> None:
+    source = write_engine(tmp_path, llama_path)
+    _, plain = run(source, tmp_path / "plain", settings(text))
+    _, clipped = run(source, tmp_path / "clipped", settings(text, clip=True))
+    assert any(row["clipped"] for row in clipped.linears.values())
+    assert not any(row["clipped"] for row in plain.linears.values())
+    for name, row in clipped.linears.items():
+        assert row["loss_after"] <= plain.linears[name]["loss_after"]
+
+
+class KilledError(Exception):
+    pass
+
+
+class DyingWorkspace(FolderWorkspace):
+    """Dies after so many finished steps, leaving a half-written file as a killed process does."""
+
+    def __init__(self, path: Path, journal: Path, steps: int) -> None:
+        super().__init__(path, journal=journal)
+        self.left = steps
+
+    def finish(self, step: str, files: Sequence[Path]) -> None:
+        if self.left == 0:
+            files[0].write_bytes(files[0].read_bytes()[: files[0].stat().st_size // 2])
+            raise KilledError
+        self.left -= 1
+        super().finish(step, files)
+
+
+@pytest.mark.parametrize(("family", "method"), [("llama", "awq"), ("deepseek_v2", "awq"), ("deepseek_v2", "rtn")])
+def test_a_killed_run_goes_on_to_the_same_bytes(
+    tmp_path: Path, llama_path: Path, deepseek_v2_path: Path, text: Path, family: str, method: str
+) -> None:
+    source = write_engine(tmp_path, {"llama": llama_path, "deepseek_v2": deepseek_v2_path}[family])
+    s = settings(text, method=method, clip=True)
+    run(source, tmp_path / "whole", s)
+    expected = read_files(tmp_path / "whole")
+    journal, deaths = tmp_path / "journal", 0
+    for steps in range(20):  # dies at its first step, at the second after that, …: every step is interrupted once
+        try:
+            quantize_checkpoint(source, DyingWorkspace(tmp_path / "killed", journal, min(steps, 1)), settings=s)
+            break
+        except KilledError:
+            deaths += 1
+    assert deaths >= (8 if method == "awq" else 5)
+    assert read_files(tmp_path / "killed") == expected
+
+
+def test_finished_layers_are_not_repeated(
+    tmp_path: Path, llama_path: Path, text: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    from pipeline.checkpoint import reference
+
+    source, built = write_engine(tmp_path, llama_path), []
+    original = reference.build_hf_layer
+
+    def build(config: Any, layer: int, *arguments: Any) -> torch.nn.Module:
+        built.append(layer)
+        return original(config, layer, *arguments)
+
+    monkeypatch.setattr(reference, "build_hf_layer", build)
+    steps = 5  # states 0 and 1, layer 0, states 2, layer 1
+    with pytest.raises(KilledError):
+        quantize_checkpoint(
+            source, DyingWorkspace(tmp_path / "out", tmp_path / "journal", steps), settings=settings(text)
+        )
+    assert built == [0, 1, 2]
+    quantize_checkpoint(
+        source, FolderWorkspace(tmp_path / "out", journal=tmp_path / "journal"), settings=settings(text)
+    )
+    assert built == [0, 1, 2, 2]
+
+
+def route_away(tensors: Tensors) -> None:
+    """A router whose expert 5 is never among the best two: its logit is 0, others come in pairs of opposite sign."""
+    router = tensors["model.layers.1.mlp.gate.weight"]
+    router[1::2] = -router[0::2]
+    router[6] = -router[4]
+    router[5] = 0
+
+
+def write_unrouted(path: Path) -> Path:
+    return fixtures.deepseek_v2(path, tokenizer=True, num_experts_per_tok=2, edit=route_away)
+
+
+@pytest.mark.parametrize("policy", ["round_to_nearest", "share_scale"])
+def test_experts_without_tokens(tmp_path: Path, text: Path, policy: str) -> None:
+    source = write_engine(tmp_path, write_unrouted(tmp_path / "hub"))
+    _, report = run(source, tmp_path / "out", settings(text, unrouted_experts=policy))
+    experts = report.experts["1"]
+    assert experts["tokens"][5] == 0 and sum(experts["tokens"]) == 24 * 32 * 2
+    assert experts["unrouted"]["5"] == policy
+    row = report.linears["transformer.layers.1.mlp.experts.5.proj"]
+    if policy == "round_to_nearest":
+        assert row["alpha"] is None and row["scale"] is None and row["loss_after"] is None
+    else:
+        assert row["alpha"] is not None and row["loss_after"] <= row["loss_before"]
+    routed = next(e for e, tokens in enumerate(experts["tokens"]) if tokens >= 32)
+    assert report.linears[f"transformer.layers.1.mlp.experts.{routed}.proj"]["alpha"] is not None
+
+
+def test_experts_without_tokens_as_an_error(tmp_path: Path, text: Path) -> None:
+    source = write_engine(tmp_path, write_unrouted(tmp_path / "hub"))
+    with pytest.raises(QuantizationError, match=r"layer 1: .*: .*5 \(0 tokens\)"):
+        run(source, tmp_path / "out", settings(text, unrouted_experts="error"))
+
+
+def test_activations_that_are_not_finite_name_the_layer(tmp_path: Path, text: Path) -> None:
+    def damage(tensors: Tensors) -> None:
+        tensors["model.layers.1.self_attn.q_proj.weight"][0, 0] = torch.nan
+
+    hub = fixtures.llama(tmp_path / "hub", tokenizer=True, edit=damage)
+    with pytest.raises(QuantizationError, match="layer 1: activations are NaN"):
+        run(write_engine(tmp_path, hub), tmp_path / "out", settings(text))
+
+
+def test_a_weight_that_is_not_finite_is_named(tmp_path: Path) -> None:
+    def damage(tensors: Tensors) -> None:
+        tensors["model.layers.2.mlp.up_proj.weight"][0, 0] = torch.inf
+
+    hub = fixtures.llama(tmp_path / "hub", edit=damage)
+    with pytest.raises(QuantizationError, match=r"transformer\.layers\.2\.mlp\.gate\.weight has NaN or infinite"):
+        run(write_engine(tmp_path, hub), tmp_path / "out", Settings(method="rtn"))
+
+
+def test_too_little_text(tmp_path: Path, llama_path: Path, text: Path) -> None:
+    with pytest.raises(QuantizationError, match=r"calibration\.txt: [\d,]+ tokens"):
+        run(write_engine(tmp_path, llama_path), tmp_path / "out", settings(text, samples=100_000))
+
+
+def test_no_tokenizer(tmp_path: Path, llama_path: Path, text: Path) -> None:
+    source = write_engine(tmp_path, llama_path)
+    for file in source.tokenizer_files:
+        file.unlink()
+    with pytest.raises(QuantizationError, match=r"no tokenizer\.json"):
+        run(source, tmp_path / "out", settings(text))
+
+
+def test_sources_and_methods_that_are_refused(tmp_path: Path, llama_path: Path, text: Path) -> None:
+    source = write_engine(tmp_path, llama_path)
+    quantized, _ = run(source, tmp_path / "out", Settings(method="rtn"))
+    with pytest.raises(CheckpointError, match="quantized already"):
+        run(quantized, tmp_path / "again", Settings(method="rtn"))
+    with pytest.raises(CheckpointError, match="not an engine checkpoint"):
+        run(CheckpointFolder.open(llama_path), tmp_path / "hub", Settings(method="rtn"))
+    with pytest.raises(CompatibilityError, match="fp8 is not available"):
+        run(source, tmp_path / "fp8", Settings(method="fp8"))
