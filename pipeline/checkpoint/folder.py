@@ -80,9 +80,9 @@ class CheckpointFolder:
         """A view of the mapped file. Raises CheckpointError for a name that no shard has."""
         return self._owner(name).read(name)
 
-    def release(self, name: str) -> None:
-        """Lets go of a tensor's resident pages."""
-        self._owner(name).release(name)
+    def release(self, name: str, begin: int = 0, end: int | None = None) -> None:
+        """Lets go of the resident pages of a tensor's bytes [begin, end), so that reading on does not add up."""
+        self._owner(name).release(name, begin, end)
 
     def file_of(self, name: str) -> Path:
         """The shard that holds a tensor."""

@@ -64,14 +64,15 @@ class SafetensorsFile:
             data = data.copy()
         return RawTensor(info.dtype, info.shape, data)
 
-    def release(self, name: str) -> None:
-        """Lets go of the tensor's resident pages; they are read again where the tensor is used again."""
+    def release(self, name: str, begin: int = 0, end: int | None = None) -> None:
+        """Lets go of the resident pages of the tensor's bytes [begin, end); they are read again where used again."""
         if self._map is None:
             return
-        begin, end = (self._data_start + offset for offset in self._offsets[name])
-        first = begin // mmap.PAGESIZE * mmap.PAGESIZE
-        if end > first:
-            self._map.madvise(mmap.MADV_DONTNEED, first, end - first)
+        start, stop = (self._data_start + offset for offset in self._offsets[name])
+        first = (start + begin) // mmap.PAGESIZE * mmap.PAGESIZE
+        last = stop if end is None else start + end
+        if last > first:
+            self._map.madvise(mmap.MADV_DONTNEED, first, last - first)
 
     def _mapping(self) -> mmap.mmap:
         if self._map is None:

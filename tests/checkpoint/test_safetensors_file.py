@@ -95,6 +95,7 @@ def test_released_tensor_reads_again(tmp_path: Path) -> None:
     data = file.read("a")
     assert torch.equal(data.to_torch(), tensor)
     file.release("a")
+    file.release("a", 100, 9000)
     assert torch.equal(data.to_torch(), tensor)
 
 

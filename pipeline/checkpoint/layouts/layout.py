@@ -40,8 +40,13 @@ class Layout:
         return self._mappings
 
     def layer_mappings(self, layer: int) -> list[Mapping]:
-        """The tensors of one decoder layer."""
-        return self._by_layer.get(layer, [])
+        """The tensors of one decoder layer, without expanding the others."""
+        return list(self._expand_layer(_split_rows(self._rows)[1], layer))
+
+    def outer_mappings(self) -> list[Mapping]:
+        """The tensors around the layers: embedding, final norm, head."""
+        before, _, after = _split_rows(self._rows)
+        return [self._expand(row, None, None) for row in (*before, *after)]
 
     def match(self, tensors: AbstractMapping[str, TensorInfo], origin: str) -> tuple[list[Mapping], list[str]]:
         """The mappings whose sources `tensors` has, and the names of tensors known to be of no use.
@@ -91,14 +96,6 @@ class Layout:
             *chain.from_iterable(self._expand_layer(layers, layer) for layer in range(self.architecture.num_layers)),
             *(self._expand(row, None, None) for row in after),
         ]
-
-    @cached_property
-    def _by_layer(self) -> dict[int, list[Mapping]]:
-        layers: dict[int, list[Mapping]] = {}
-        for mapping in self._mappings:
-            if mapping.layer is not None:
-                layers.setdefault(mapping.layer, []).append(mapping)
-        return layers
 
     def _expand_layer(self, rows: list[Row], layer: int) -> Iterator[Mapping]:
         routed = self.architecture.is_routed(layer)

@@ -1,0 +1,199 @@
+"""From a Hugging Face folder to the engine checkpoint, as a stream: memory does not grow with tensors or files.
+
+A target tensor is its sources' bytes one after the other, so each passes through one small buffer from the source's
+mapping to the file. A shard is a step that a killed run need not repeat.
+"""
+
+from __future__ import annotations
+
+import json
+import shutil
+from collections import Counter
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any
+
+from pipeline.checkpoint.casting import FLOATS, Caster, Losses
+from pipeline.checkpoint.conversion_report import REPORT, ConversionReport, ShardLosses
+from pipeline.checkpoint.folder import CONFIG, GENERATION_CONFIG, CheckpointFolder
+from pipeline.checkpoint.json_text import set_keys
+from pipeline.checkpoint.layouts import Mapping, layout_for
+from pipeline.checkpoint.safetensors_file import SafetensorsWriter
+from pipeline.checkpoint.shards import MAX_SHARD, METADATA, Shard, plan_shards, write_index
+from pipeline.checkpoint.tensors import DTYPES, SAFETENSORS_DTYPE, TensorInfo
+from pipeline.errors import CheckpointError, ConfigError
+from pipeline.progress import SILENT, Progress
+from pipeline.workspace import Workspace
+
+FORMAT = 1  # of the engine checkpoint; readers refuse others
+LOSSES = "losses"  # folder of per-shard results in the workspace, gone when the conversion is whole
+
+
+def convert_checkpoint(
+    source: CheckpointFolder,
+    workspace: Workspace,
+    *,
+    dtype: str | None,
+    overflow: str,
+    progress: Progress = SILENT,
+    max_shard: int = MAX_SHARD,
+) -> ConversionReport:
+    """Writes the engine checkpoint into the workspace's folder and returns what `conversion.json` says.
+
+    `dtype` is float16, bfloat16 or float32; None keeps the type that most of the source's bytes have. `overflow` is
+    "refuse", which raises CheckpointError naming the worst tensor, or "clip". Also raises CheckpointError for tensors
+    that are missing, misshapen, unknown, not finite, or of no plain float type; StoreError where the disk is too small.
+    """
+    _check_settings(source, dtype, overflow)
+    mappings, unused = layout_for(source.architecture).match(source.tensors, str(source.path))
+    target = SAFETENSORS_DTYPE[dtype] if dtype else _pick_dtype(source, mappings)
+    if workspace.is_done(REPORT):
+        shutil.rmtree(workspace.path / LOSSES, ignore_errors=True)
+        return ConversionReport.read(workspace.path / REPORT)
+    if DTYPES[target][1] != source.architecture.dtype:
+        progress.note(f"weights are written as {DTYPES[target][1]}; config.json says {source.architecture.dtype}")
+    shards = plan_shards([TensorInfo(m.target, target, m.target_shape) for m in mappings], max_shard)
+    workspace.require(sum(shard.nbytes for shard in shards if not workspace.is_done(shard.name)))
+    job = _Job(source, mappings, target, clip=overflow == "clip", progress=progress)
+    progress.start("weights", job.nbytes, "B")
+    losses: ShardLosses = {}
+    for shard in shards:
+        losses |= job.run(shard, workspace)
+    report = ConversionReport(
+        dtype=DTYPES[target][1],
+        tensors=len(mappings),
+        source_bytes=job.nbytes,
+        target_bytes=sum(shard.nbytes for shard in shards),
+        casts=dict(sorted(Counter(f"{i.dtype} -> {target}" for i in job.infos if i.dtype != target).items())),
+        overflow={name: (each.overflow, each.largest) for name, each in losses.items() if each.overflow},
+        underflow={name: each.underflow for name, each in losses.items() if each.underflow},
+        unused=unused,
+        shards=[shard.name for shard in shards],
+    )
+    _write_rest(source, workspace, shards, report)
+    return report
+
+
+class _OverflowFoundError(Exception):
+    """The first tensor that does not fit: the shard is given up, the rest only looked at."""
+
+
+class _Job:
+    """The tensors of one conversion, in order, and the buffers they pass through."""
+
+    def __init__(
+        self, source: CheckpointFolder, mappings: Sequence[Mapping], target: str, *, clip: bool, progress: Progress
+    ) -> None:
+        self.source, self.target, self.clip, self.progress = source, target, clip, progress
+        self.mappings = {m.target: m for m in mappings}
+        self.infos = [source.tensors[name] for m in mappings for name in m.sources]
+        self.nbytes = sum(info.nbytes for info in self.infos)
+        self.caster = Caster(target, clip=clip)
+
+    def run(self, shard: Shard, workspace: Workspace) -> ShardLosses:
+        """Writes a shard, unless an earlier run did, and returns what its tensors lost."""
+        record = workspace.path / LOSSES / f"{shard.name}.json"
+        names = [info.name for info in shard.infos]
+        if workspace.is_done(shard.name):
+            self.progress.advance(sum(self.source.tensors[s].nbytes for n in names for s in self.mappings[n].sources))
+            return {name: Losses(*values) for name, values in json.loads(record.read_text()).items()}
+        losses: ShardLosses = {}
+        path = workspace.path / shard.name
+        try:
+            with SafetensorsWriter(path, shard.infos, metadata=METADATA) as writer:
+                for name in names:
+                    self._pass(name, losses, writer)
+        except _OverflowFoundError:
+            self._refuse_overflow(losses)
+        lossy = {name: (each.overflow, each.largest, each.underflow) for name, each in losses.items()}
+        record.parent.mkdir(exist_ok=True)
+        record.write_text(json.dumps(lossy))
+        workspace.finish(shard.name, [path, record])
+        return losses
+
+    def _pass(self, name: str, losses: ShardLosses, writer: SafetensorsWriter | None) -> None:
+        """One target tensor from its sources to the writer, or only past the checks where there is none."""
+        lost = Losses()
+        for part in self.mappings[name].sources:
+            done, size = 0, DTYPES[self.source.tensors[part].dtype][0]
+            for piece in self.caster.run(part, self.source.read(part), lost):
+                if writer is not None:
+                    writer.write(piece)
+                self.source.release(part, done, done + piece.size * size)
+                self.progress.advance(piece.size * size)
+                done += piece.size * size
+        if lost != Losses():
+            losses[name] = lost
+        if lost.overflow and not self.clip and writer is not None:
+            raise _OverflowFoundError
+
+    def _refuse_overflow(self, losses: ShardLosses) -> None:
+        """Looks at every remaining tensor, so that the message names the worst of all, and raises."""
+        names = list(self.mappings)
+        found = next(i for i, name in enumerate(names) if name in losses and losses[name].overflow)
+        for name in names[found + 1 :]:
+            self._pass(name, losses, None)
+        worst = max(losses, key=lambda name: losses[name].largest)
+        count = sum(1 for each in losses.values() if each.overflow)
+        raise CheckpointError(
+            f"{self.source.path}: {count} tensors do not fit {DTYPES[self.target][1]}; worst is "
+            f"{' + '.join(self.mappings[worst].sources)} with {losses[worst].overflow} values out of range, up to "
+            f"{losses[worst].largest:.6g}",
+            hint="set stages.convert.dtype to bfloat16, or stages.convert.overflow to clip if saturating them is meant",
+        )
+
+
+def _check_settings(source: CheckpointFolder, dtype: str | None, overflow: str) -> None:
+    if dtype is not None and SAFETENSORS_DTYPE.get(dtype) not in FLOATS:
+        raise ConfigError(f"convert: dtype {dtype!r} is not one of {', '.join(DTYPES[name][1] for name in FLOATS)}")
+    if overflow not in ("refuse", "clip"):
+        raise ConfigError(f"convert: overflow {overflow!r} is neither refuse nor clip")
+    if "trtseek" in source.config:
+        raise CheckpointError(f"{source.path} is an engine checkpoint already", hint="model.path must name a HF folder")
+    quantization = source.config.get("quantization_config")
+    if quantization is not None:
+        method = quantization.get("quant_method") if isinstance(quantization, dict) else quantization
+        raise CheckpointError(
+            f"{source.path} is quantized ({method}); such sources are not read",
+            hint="take the model's 16-bit weights; quantization is our own stage",
+        )
+
+
+def _pick_dtype(source: CheckpointFolder, mappings: Sequence[Mapping]) -> str:
+    """The float type of most bytes: what the weights are, whatever config.json says."""
+    sizes: Counter[str] = Counter()
+    for mapping in mappings:
+        for name in mapping.sources:
+            sizes[source.tensors[name].dtype] += source.tensors[name].nbytes
+    name = sizes.most_common(1)[0][0]
+    if name not in FLOATS:
+        raise CheckpointError(
+            f"{source.path}: most weights are {name}; read are {', '.join(FLOATS)}",
+            hint="take the model's 16-bit weights",
+        )
+    return name
+
+
+def _write_rest(
+    source: CheckpointFolder, workspace: Workspace, shards: Sequence[Shard], report: ConversionReport
+) -> None:
+    """Index, config, tokenizer and report, in one last step."""
+    folder = workspace.path
+    written = [write_index(folder, shards), _write_config(source, folder, report.dtype)]
+    for file in [source.path / GENERATION_CONFIG, *source.tokenizer_files]:
+        if file.is_file():
+            shutil.copyfile(file, folder / file.name)
+            written.append(folder / file.name)
+    report.write(folder / REPORT)
+    workspace.finish(REPORT, [*written, folder / REPORT])
+    shutil.rmtree(folder / LOSSES)
+
+
+def _write_config(source: CheckpointFolder, folder: Path, dtype: str) -> Path:
+    """The source's own text with the type and our key set. `torch_dtype` is the hub's key, `dtype` transformers 5's."""
+    present = [key for key in ("torch_dtype", "dtype") if key in source.config] or ["torch_dtype"]
+    own = {"format": FORMAT, "dtype": dtype, "quantization": None}
+    changes: dict[str, Any] = dict.fromkeys(present, dtype) | {"trtseek": own}
+    text = (source.path / CONFIG).read_text(encoding="utf-8")
+    (folder / CONFIG).write_text(set_keys(text, changes), encoding="utf-8")
+    return folder / CONFIG

@@ -1,0 +1,143 @@
+"""The engine checkpoint back to Hugging Face's names: a whole folder bit for bit, or one layer for the reference.
+
+For proofs and calibration a quantized linear comes back as the float32 matrix that it stands for, its pre-quantization
+scale (arXiv 2306.00978 §3.2) multiplied into the input columns, so that transformers' module, which knows of no scale,
+computes the same function.
+"""
+
+from __future__ import annotations
+
+import shutil
+from collections.abc import Iterator, Sequence
+from pathlib import Path
+from typing import TYPE_CHECKING
+from uuid import uuid4
+
+from pipeline.checkpoint.architecture import Architecture
+from pipeline.checkpoint.folder import CONFIG, GENERATION_CONFIG, CheckpointFolder
+from pipeline.checkpoint.json_text import remove_key
+from pipeline.checkpoint.layouts import Mapping, layout_for
+from pipeline.checkpoint.safetensors_file import write_safetensors
+from pipeline.checkpoint.shards import METADATA, plan_shards, write_index
+from pipeline.checkpoint.tensors import RawTensor, TensorInfo, TensorSource
+from pipeline.errors import CheckpointError
+
+if TYPE_CHECKING:
+    import torch
+
+
+def hf_layer_state(source: TensorSource, architecture: Architecture, layer: int) -> dict[str, torch.Tensor]:
+    """Decoder layer `layer` under HF's on-disk names relative to it ("self_attn.q_proj.weight", …).
+
+    Weights share memory with the checkpoint's mapping (do not write to them); INT4 ones are dequantized to float32.
+    Raises CheckpointError for a tensor that the checkpoint lacks or holds in another shape.
+    """
+    prefix = f"model.layers.{layer}."
+    state = _read_state(source, layout_for(architecture).layer_mappings(layer))
+    return {name.removeprefix(prefix): tensor for name, tensor in state.items()}
+
+
+def hf_outer_state(source: TensorSource, architecture: Architecture) -> dict[str, torch.Tensor]:
+    """What surrounds the layers: model.embed_tokens.weight, model.norm.weight, and lm_head.weight unless it is tied."""
+    return _read_state(source, layout_for(architecture).outer_mappings())
+
+
+def export_checkpoint(engine: CheckpointFolder, output: Path) -> None:
+    """Writes an unquantized engine checkpoint as a HF folder: tensors byte for byte, config.json without our key.
+
+    `output` must not exist; it appears whole or not at all. Raises CheckpointError.
+    """
+    own = engine.config.get("trtseek")
+    if not isinstance(own, dict) or own.get("quantization") is not None:
+        what = "is quantized" if isinstance(own, dict) else "is not an engine checkpoint"
+        raise CheckpointError(
+            f"{engine.path} {what}", hint="export the folder that the convert stage wrote, before quantization"
+        )
+    if output.exists():
+        raise CheckpointError(f"{output} exists already", hint="name a folder that does not exist yet")
+    mappings = [m for m in layout_for(engine.architecture).mappings() if _is_there(engine, m)]
+    infos = {info.name: info for m in mappings for info in _source_infos(engine, m)}
+    output.parent.mkdir(parents=True, exist_ok=True)
+    partial = output.with_name(f".{output.name}-{uuid4().hex}")
+    partial.mkdir()
+    try:
+        _write_folder(engine, mappings, list(infos.values()), partial)
+        partial.rename(output)
+    finally:
+        shutil.rmtree(partial, ignore_errors=True)
+
+
+def _write_folder(engine: CheckpointFolder, mappings: list[Mapping], infos: list[TensorInfo], folder: Path) -> None:
+    shards = plan_shards(infos)
+    parts = _iterate_parts(engine, mappings)
+    for shard in shards:
+        tensors = (next(parts) for _ in shard.infos)
+        write_safetensors(folder / shard.name, shard.infos, tensors, metadata=METADATA)
+    write_index(folder, shards)
+    text = (engine.path / CONFIG).read_text(encoding="utf-8")
+    (folder / CONFIG).write_text(remove_key(text, "trtseek"), encoding="utf-8")
+    for file in [engine.path / GENERATION_CONFIG, *engine.tokenizer_files]:
+        if file.is_file():
+            shutil.copyfile(file, folder / file.name)
+
+
+def _iterate_parts(engine: CheckpointFolder, mappings: Sequence[Mapping]) -> Iterator[RawTensor]:
+    """The source tensors as they are cut from the engine's: rows of a row-major matrix are a run of its bytes."""
+    for mapping in mappings:
+        whole = engine.read(mapping.target)
+        start = 0
+        for info in _source_infos(engine, mapping):
+            yield RawTensor(info.dtype, info.shape, whole.data[start : start + info.nbytes])
+            start += info.nbytes
+        engine.release(mapping.target)
+
+
+def _source_infos(engine: CheckpointFolder, mapping: Mapping) -> list[TensorInfo]:
+    info = engine.tensors[mapping.target]
+    if info.shape != mapping.target_shape:
+        raise _misshapen(mapping, info)
+    named = zip(mapping.sources, mapping.source_shapes, strict=True)
+    return [TensorInfo(name, info.dtype, shape) for name, shape in named]
+
+
+def _read_state(source: TensorSource, mappings: Sequence[Mapping]) -> dict[str, torch.Tensor]:
+    state: dict[str, torch.Tensor] = {}
+    for mapping in mappings:
+        if not _is_there(source, mapping):
+            continue
+        whole = _read_weight(source, mapping)
+        state.update(zip(mapping.sources, mapping.backward(whole), strict=True))
+    return state
+
+
+def _read_weight(source: TensorSource, mapping: Mapping) -> torch.Tensor:
+    base = mapping.target.removesuffix(".weight")
+    scales = f"{base}.weights_scaling_factor"
+    weight = source.read(mapping.target).to_torch()
+    if source.tensors[mapping.target].dtype == "I8" and scales in source.tensors:
+        from pipeline.quantization.int4 import dequantize
+
+        weight = dequantize(weight, source.read(scales).to_torch())
+        prequant = f"{base}.prequant_scaling_factor"
+        if prequant in source.tensors:
+            weight *= source.read(prequant).to_torch().float()
+    if tuple(weight.shape) != mapping.target_shape:
+        raise _misshapen(mapping, source.tensors[mapping.target])
+    return weight
+
+
+def _is_there(source: TensorSource, mapping: Mapping) -> bool:
+    if mapping.target in source.tensors:
+        return True
+    if mapping.optional:
+        return False
+    raise CheckpointError(
+        f"the engine checkpoint lacks {mapping.target}", hint="convert again; the folder is damaged or incomplete"
+    )
+
+
+def _misshapen(mapping: Mapping, info: TensorInfo) -> CheckpointError:
+    return CheckpointError(
+        f"{mapping.target} is {info.dtype}{list(info.shape)}, config.json asks for {list(mapping.target_shape)}",
+        hint="convert again; the folder is damaged or its config.json was changed",
+    )
