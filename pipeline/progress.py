@@ -68,8 +68,8 @@ class PlainReporter:
         self._done = self._shown = self._started = self._last = 0.0
 
     def begin(self, stage: str) -> None:
+        self._close_item()
         self._stage = stage
-        self._item = ""
 
     def end(self, outcome: str) -> None:
         self._close_item()
@@ -131,6 +131,7 @@ class TerminalReporter:
         self._started = self._done = 0.0
 
     def begin(self, stage: str) -> None:
+        self._stop()
         self._stage = stage
 
     def end(self, outcome: str) -> None:

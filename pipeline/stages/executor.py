@@ -56,8 +56,15 @@ class Executor:
         Whenever it ends, by an error, Ctrl-C or a kill, the next run goes on at the last finished inner step.
         """
         selection = Selection.of(self.stages, start=start, until=until, force=force)
-        prints = self._fingerprint_all()
-        self._unlink_stale(prints)
+        try:
+            prints = self._fingerprint_all()
+            self._unlink_stale(prints)
+            return self._run(selection, prints)
+        except BaseException as error:
+            self.progress.end("failed" if isinstance(error, Exception) else "stopped")
+            raise
+
+    def _run(self, selection: Selection, prints: Mapping[str, Fingerprint]) -> dict[str, Artifact]:
         made: dict[str, Artifact] = {}
         for index, stage in enumerate(self.stages[: selection.last + 1]):
             if stage.name not in prints:
@@ -67,6 +74,7 @@ class Executor:
             job = _Job(self, stage, prints[stage.name], inputs, forced=stage.name in selection.forced)
             finding = job.find()
             if index < selection.first and finding.artifact is None:
+                start = self.stages[selection.first].name
                 raise StoreError(
                     f"{stage.name} is needed and not in the store ({finding.reason}); --from {start} does not make it",
                     hint=f"run without --from, or with --from {stage.name}",

@@ -26,8 +26,8 @@ class ToyConfig:
 
 
 def _say(context: StageContext, what: str) -> None:
-    if context.config.log:
-        with open(context.config.log, "a") as log:
+    if path := getattr(context.config, "log", None):
+        with open(path, "a") as log:
             log.write(what + "\n")
             log.flush()
             os.fsync(log.fileno())

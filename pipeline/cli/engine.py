@@ -1,0 +1,35 @@
+"""trtseek engine CONFIG: run what is not made yet."""
+
+from __future__ import annotations
+
+import click
+
+from pipeline.cli.options import config_argument, range_options, read_config
+
+
+@click.command(name="engine")
+@config_argument
+@range_options
+def command(
+    config_file: str, overrides: tuple[str, ...], start: str | None, until: str | None, force: tuple[str, ...]
+) -> None:
+    """Make the engine: run every stage that is not made yet.
+
+    CONFIG is a YAML file, as a path or as a name in configs/. The stages are convert, quantize, verify, build and
+    package. What a stage made is kept in <output>/store and used again as long as its settings and inputs stay the
+    same; a run that was stopped goes on where it was. <output>/<name> shows the results.
+    """
+    from pipeline.cli.source import check_source
+    from pipeline.progress import make_reporter
+    from pipeline.stages.executor import Executor
+    from pipeline.stages.graph import load_stages
+
+    config = read_config(config_file, overrides)
+    reporter = make_reporter()
+    for note in check_source(config).notes:
+        reporter.note(note)
+    made = Executor(config, load_stages(), reporter).run(start=start, until=until, force=force)
+    folder = config.output / config.name
+    width = max(map(len, made), default=0)
+    for stage in made:
+        click.echo(f"{stage.ljust(width)}  {folder / stage}")

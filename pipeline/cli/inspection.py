@@ -1,0 +1,166 @@
+"""What a path is, by looking at it, and what can be said about it as JSON. One describer per kind, tried in order."""
+
+from __future__ import annotations
+
+import json
+from collections import Counter
+from typing import TYPE_CHECKING, Any
+
+from pipeline.errors import StoreError, TrtseekError
+
+if TYPE_CHECKING:
+    from collections.abc import Callable
+    from pathlib import Path
+
+Document = dict[str, Any]
+REPOSITORY = "model_repository"  # within what `package` makes
+
+
+class InspectionError(TrtseekError):
+    """The path holds nothing that `inspect` knows."""
+
+
+def describe(path: Path) -> Document:
+    """The description of the first kind that fits, after that of the stage that made it, if one did."""
+    stage = {"artifact": _describe_artifact(path)} if (path / "artifact.json").is_file() else {}
+    for fits, describe_kind in KINDS:
+        if fits(path):
+            return {**stage, **describe_kind(path)}
+    if stage:
+        return stage
+    raise InspectionError(
+        f"{path}: {'is nothing that inspect knows' if path.exists() else 'there is no such file or folder'}",
+        hint="name a checkpoint's folder (config.json and safetensors), an *.engine file or the folder it is in, a "
+        "Triton model repository (folders with config.pbtxt), or a stage's output",
+    )
+
+
+def _is_checkpoint(path: Path) -> bool:
+    return (path / "config.json").is_file()
+
+
+def _is_engine(path: Path) -> bool:
+    return path.is_file() or any(path.glob("*.engine"))
+
+
+def _is_repository(path: Path) -> bool:
+    return any(path.glob("*/config.pbtxt")) or any(path.glob(f"{REPOSITORY}/*/config.pbtxt"))
+
+
+def _describe_artifact(path: Path) -> Document:
+    from pipeline.stages.artifact import DamagedError, read_marker
+
+    try:
+        artifact = read_marker(path)
+    except DamagedError as error:
+        raise StoreError(str(error), hint="run `trtseek engine` again: it is made anew") from None
+    return {
+        "stage": artifact.stage,
+        "fingerprint": artifact.fingerprint,
+        "created": artifact.created,
+        "seconds": artifact.seconds,
+        "files": len(artifact.files),
+        "bytes": artifact.nbytes,
+        "versions": dict(artifact.versions),
+    }
+
+
+def _describe_checkpoint(path: Path) -> Document:
+    from pipeline.checkpoint.folder import CheckpointFolder
+
+    folder = CheckpointFolder.open(path)
+    architecture = folder.architecture
+    sizes: Counter[str] = Counter()
+    for info in folder.tensors.values():
+        sizes[info.dtype] += info.nbytes
+    counts = Counter(info.dtype for info in folder.tensors.values())
+    ours = folder.config.get("trtseek")
+    return {
+        "kind": "engine checkpoint" if ours else "Hugging Face checkpoint",
+        "path": str(path),
+        "architecture": architecture.name,
+        "layers": architecture.num_layers,
+        "hidden_size": architecture.hidden_size,
+        "heads": architecture.num_heads,
+        "key_value_heads": None if architecture.latent else architecture.num_kv_heads,
+        "latent_width": architecture.latent.latent_dim if architecture.latent else None,
+        "routed_experts": architecture.experts.num_routed if architecture.experts else None,
+        "experts_per_token": architecture.experts.top_k if architecture.experts else None,
+        "shared_experts": architecture.experts.num_shared if architecture.experts else None,
+        "vocabulary": architecture.vocab_size,
+        "context": architecture.max_position_embeddings,
+        "dtype": architecture.dtype,
+        "bytes": sum(sizes.values()),
+        "rope": {"kind": architecture.rope.kind, "theta": architecture.rope.theta, **architecture.rope.scaling},
+        "quantization": _describe_quantization(ours.get("quantization") if ours else None),
+        "tensors": [{"dtype": dtype, "count": counts[dtype], "bytes": sizes[dtype]} for dtype in sorted(sizes)],
+    }
+
+
+def _describe_quantization(quantization: Document | None) -> Document | None:
+    if not quantization:
+        return None
+    groups = Counter(quantization.get("quantized", {}).values())
+    return {
+        **{key: value for key, value in quantization.items() if key != "quantized"},
+        "linears": [{"group_size": group, "count": count} for group, count in sorted(groups.items())],
+    }
+
+
+def _describe_engine(path: Path) -> Document:
+    from pipeline.engine.engine_file import inspect_engine
+
+    file = path if path.is_file() else min(path.glob("*.engine"))
+    engine = inspect_engine(file)
+    beside = file.with_name("engine.json")
+    built = json.loads(beside.read_bytes()) if beside.is_file() else {}
+    names = [profile["name"] for profile in built.get("profiles", ())]
+    return {
+        "kind": "TensorRT-RTX engine",
+        "path": str(file),
+        "bytes": engine.nbytes,
+        "version": engine.version,
+        "targets": [f"SM{sm}" for sm in engine.targets],
+        "weights_bytes": engine.weights_bytes,
+        "network_digest": built.get("network_digest"),
+        "profiles": [
+            {
+                "profile": names[index] if index < len(names) else str(index),
+                "workspace_bytes": profile.workspace_bytes,
+                "kernels": sum(profile.graph.kernels.values()),
+            }
+            for index, profile in enumerate(engine.profiles)
+        ],
+        "kernels": [{"kind": kind, "launches": count} for kind, count in sorted(engine.kernels.items())],
+        "fusions": [{"fused": name, "launches": count} for name, count in sorted(engine.fusions.items())],
+        "inputs": [{"name": t.name, "dtype": t.dtype, "shape": list(t.shape)} for t in engine.inputs],
+        "outputs": [{"name": t.name, "dtype": t.dtype, "shape": list(t.shape)} for t in engine.outputs],
+    }
+
+
+def _describe_repository(path: Path) -> Document:
+    from pipeline.triton.model_config import parse_config
+
+    root = path if any(path.glob("*/config.pbtxt")) else path / REPOSITORY
+    models, parameters = [], {}
+    for file in sorted(root.glob("*/config.pbtxt")):
+        config = parse_config(file.read_text(encoding="utf-8"), str(file))
+        models.append(
+            {
+                "name": config.name,
+                "backend": config.backend or config.platform,
+                "versions": sorted(folder.name for folder in file.parent.iterdir() if folder.name.isdigit()),
+                "inputs": [tensor.name for tensor in config.input],
+                "outputs": [tensor.name for tensor in config.output],
+            }
+        )
+        if config.parameters:
+            parameters[config.name] = {key: value.string_value for key, value in sorted(config.parameters.items())}
+    return {"kind": "Triton model repository", "path": str(root), "models": models, "parameters": parameters}
+
+
+KINDS: tuple[tuple[Callable[[Path], bool], Callable[[Path], Document]], ...] = (
+    (_is_engine, _describe_engine),
+    (_is_repository, _describe_repository),
+    (_is_checkpoint, _describe_checkpoint),
+)

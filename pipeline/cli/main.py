@@ -1,0 +1,102 @@
+"""The `trtseek` command: one module per verb, imported when it is called, and one place where errors are shown.
+
+Nothing heavy is imported at start, here or in the verbs' modules: `--help` must answer at once.
+"""
+
+from __future__ import annotations
+
+import importlib
+import os
+import signal
+import sys
+import traceback
+from typing import TYPE_CHECKING, Any, NoReturn
+
+import click
+
+import pipeline
+from pipeline.errors import TrtseekError
+
+if TYPE_CHECKING:
+    from collections.abc import Sequence
+    from types import FrameType
+
+VERBS = ("engine", "plan", "status", "validate", "inspect", "schema")
+
+# Beside those of pipeline.errors: what a shell reports for a signal, and sysexits' EX_SOFTWARE.
+INTERRUPTED, TERMINATED, PIPE_CLOSED, BUG = 130, 143, 141, 70
+
+
+class _Verbs(click.Group):
+    """Finds a verb in the module of its name."""
+
+    def list_commands(self, ctx: click.Context) -> list[str]:
+        return list(VERBS)
+
+    def get_command(self, ctx: click.Context, cmd_name: str) -> click.Command | None:
+        if cmd_name not in VERBS:
+            return None
+        command: click.Command = importlib.import_module(f"pipeline.cli.{cmd_name}").command
+        return command
+
+    def invoke(self, ctx: click.Context) -> Any:
+        try:
+            result = super().invoke(ctx)
+            sys.stdout.flush()
+            return result
+        except BrokenPipeError:
+            # Who read the output has seen enough. Python would complain again when it closes stdout.
+            os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
+            return PIPE_CLOSED
+
+
+@click.group(cls=_Verbs, context_settings={"help_option_names": ["-h", "--help"]})
+@click.version_option(pipeline.__version__, prog_name="trtseek", message="%(prog)s %(version)s")
+def cli() -> None:
+    """From a Hugging Face DeepSeek checkpoint to a proven, packaged TensorRT engine, from one YAML file."""
+
+
+def main(arguments: Sequence[str] | None = None) -> NoReturn:
+    """Runs the command line and leaves with its exit code."""
+    signal.signal(signal.SIGTERM, _terminate)
+    sys.exit(_run(list(arguments) if arguments is not None else None))
+
+
+def _run(arguments: list[str] | None) -> int:
+    try:
+        code = cli.main(arguments, prog_name="trtseek", standalone_mode=False)
+        return code if isinstance(code, int) else 0
+    except TrtseekError as error:
+        show_error(error)
+        return error.exit_code
+    except (click.Abort, KeyboardInterrupt):
+        click.echo("interrupted; the same command goes on where this one stopped", err=True)
+        return INTERRUPTED
+    except click.ClickException as error:
+        error.show()
+        return error.exit_code
+    except Exception:
+        traceback.print_exc()
+        click.secho(
+            "\nThis is a bug in trtseek. Please report it, with the lines above.", fg="red", bold=True, err=True
+        )
+        return BUG
+
+
+def show_error(error: TrtseekError) -> None:
+    """One block on stderr: what is wrong, then what to do."""
+    first, *rest = error.message.splitlines() or [""]
+    click.echo(click.style("error: ", fg="red", bold=True) + click.style(first, fg="red"), err=True)
+    for line in rest:
+        click.secho(f"       {line}", fg="red", err=True)
+    if error.hint:
+        click.echo(click.style(" hint: ", bold=True) + error.hint, err=True)
+
+
+def _terminate(_: int, __: FrameType | None) -> NoReturn:
+    # As an exception, so that stages end their child processes and the run is recorded as stopped.
+    raise SystemExit(TERMINATED)
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,53 @@
+"""Arguments and options that several verbs share."""
+
+from __future__ import annotations
+
+import json
+from typing import TYPE_CHECKING, Any
+
+import click
+
+if TYPE_CHECKING:
+    from collections.abc import Callable, Sequence
+
+    from pipeline.config.schema import Config
+
+    Command = Callable[..., None]
+
+
+def config_argument(command: Command) -> Command:
+    """CONFIG and --set, passed on as `config_file` and `overrides`."""
+    command = click.option(
+        "--set",
+        "overrides",
+        multiple=True,
+        metavar="KEY=VALUE",
+        help="Override a setting, e.g. stages.quantize.group_size=64. May be repeated.",
+    )(command)
+    return click.argument("config_file", metavar="CONFIG")(command)
+
+
+def range_options(command: Command) -> Command:
+    """--from, --until and --force, passed on as `start`, `until` and `force`."""
+    for option in (
+        click.option("--force", multiple=True, metavar="STAGE", help="Make STAGE again from nothing. May be repeated."),
+        click.option("--until", metavar="STAGE", help="Stop after STAGE."),
+        click.option("--from", "start", metavar="STAGE", help="Start at STAGE; the ones before must be made already."),
+    ):
+        command = option(command)
+    return command
+
+
+def json_option(command: Command) -> Command:
+    return click.option("--json", "as_json", is_flag=True, help="Print JSON for programs.")(command)
+
+
+def read_config(config_file: str, overrides: Sequence[str]) -> Config:
+    """ConfigError where it cannot be read."""
+    from pipeline.config.load import load_config
+
+    return load_config(config_file, overrides)
+
+
+def print_json(document: Any) -> None:
+    click.echo(json.dumps(document, indent=2, ensure_ascii=False, allow_nan=False))

@@ -1,0 +1,73 @@
+"""trtseek plan CONFIG: what a run would do and why, and whether the result fits the GPU."""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING, Any
+
+import click
+
+from pipeline.cli.options import config_argument, json_option, print_json, range_options, read_config
+from pipeline.cli.tables import print_table, print_title
+
+if TYPE_CHECKING:
+    from collections.abc import Sequence
+
+    from pipeline.stages.plan import StagePlan
+
+WORDS = {"run": "will run", "cached": "cached", "undetermined": "undetermined", "skipped": "skipped"}
+
+
+@click.command(name="plan")
+@config_argument
+@range_options
+@json_option
+def command(
+    config_file: str,
+    overrides: tuple[str, ...],
+    start: str | None,
+    until: str | None,
+    force: tuple[str, ...],
+    as_json: bool,
+) -> None:
+    """Say what `engine` would run and why, and what fits the GPU.
+
+    Makes nothing. The memory is computed from the checkpoint's headers and the limits in the config: weights, workspace
+    and KV cache against the GPU's memory, and the largest batch for each context length.
+    """
+    from pipeline.cli.memory import describe_memory, print_memory
+    from pipeline.cli.source import check_source
+    from pipeline.stages.executor import Executor
+    from pipeline.stages.graph import load_stages
+
+    config = read_config(config_file, overrides)
+    source = check_source(config, buildable=False)
+    plans = Executor(config, load_stages()).plan(start=start, until=until, force=force)
+    memory = describe_memory(config, source.folder)
+    if as_json:
+        stages = [_to_json(plan) for plan in plans]
+        print_json({"name": config.name, "stages": stages, "memory": memory, "notes": list(source.notes)})
+        return
+    print_title(f"{config.name}: {config.model.path} for {config.target.gpu} by {config.target.backend}")
+    print_plans(plans)
+    print_memory(memory)
+    for note in source.notes:
+        click.echo(f"  note: {note}")
+
+
+def print_plans(plans: Sequence[StagePlan]) -> None:
+    rows = []
+    for plan in plans:
+        first, *rest = plan.reasons or [""]
+        rows.append((plan.stage, WORDS[plan.state], first))
+        rows += [("", "", reason) for reason in rest]
+    print_table(rows)
+
+
+def _to_json(plan: StagePlan) -> dict[str, Any]:
+    return {
+        "stage": plan.stage,
+        "state": plan.state,
+        "reasons": plan.reasons,
+        "fingerprint": plan.fingerprint,
+        "path": str(plan.artifact.path) if plan.artifact else None,
+    }

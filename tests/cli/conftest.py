@@ -1,0 +1,83 @@
+"""A small config over a random checkpoint, with toy stages in the place of the real ones."""
+
+from __future__ import annotations
+
+import resource
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+from click.testing import CliRunner
+
+from pipeline.stages.graph import Stage
+from tests.stages.toys import run_link
+
+
+@pytest.fixture
+def workplace(tmp_path, monkeypatch, llama_path) -> Path:
+    """The current folder, with `configs/small.yaml` and text to read."""
+    monkeypatch.chdir(tmp_path)
+    (tmp_path / "configs").mkdir()
+    (tmp_path / "text.txt").write_text("def f(): pass\n" * 100)
+    (tmp_path / "configs" / "small.yaml").write_text(
+        f"model: {{path: {llama_path}}}\n"
+        "target: {gpu: RTX 4090}\n"
+        "stages:\n"
+        "  quantize: {group_size: 32, calibration: {files: [text.txt], samples: 2, length: 16}}\n"
+        "  verify: {heldout: {files: [text.txt], tokens: 64, window: 16}}\n"
+        "  build: {max_seq_len: 128, max_batch_size: 2, max_num_tokens: 64}\n"
+    )
+    return tmp_path
+
+
+@pytest.fixture
+def toy_stages(monkeypatch) -> tuple[Stage, ...]:
+    def run_first(context):
+        context.progress.note("working")
+        (context.workspace.path / "one.txt").write_text(str(context.parameters))
+
+    stages = (
+        Stage(
+            name="convert",
+            version=1,
+            run=run_first,
+            parameters=lambda config: config.stages.convert.model_dump(mode="json"),
+            sources=lambda config: {"model": [config.model.path]},
+        ),
+        Stage(name="package", version=1, run=run_link, inputs=("convert",)),
+    )
+    monkeypatch.setattr("pipeline.stages.graph.load_stages", lambda: stages)
+    return stages
+
+
+@pytest.fixture
+def invoke():
+    """Runs the verbs in this process; errors pass through."""
+    from pipeline.cli.main import cli
+
+    def run(*arguments: str):
+        return CliRunner().invoke(cli, list(arguments), standalone_mode=False, catch_exceptions=False)
+
+    return run
+
+
+@pytest.fixture
+def cpu_seconds():
+    """User and system time of `python ARGUMENTS`, the least of some runs.
+
+    It is what the command costs, not what else the machine does. Where nothing else runs it is also the wall time,
+    since nothing here waits or runs in parallel.
+    """
+
+    def measure(*arguments: str, runs: int = 3) -> float:
+        times = []
+        for _ in range(runs):
+            before = resource.getrusage(resource.RUSAGE_CHILDREN)
+            done = subprocess.run([sys.executable, *arguments], capture_output=True, text=True, check=False)
+            after = resource.getrusage(resource.RUSAGE_CHILDREN)
+            assert done.returncode == 0, done.stderr
+            times.append(after.ru_utime - before.ru_utime + after.ru_stime - before.ru_stime)
+        return min(times)
+
+    return measure
