@@ -64,7 +64,7 @@ def _write_decoder(s: _Step, layers: list[int]) -> None:
         state = (_latent_attention if s.a.latent else _grouped_attention)(s, *state)
         mlp = _MLPS[s.moe] if s.a.is_routed(layer) else _dense_mlp
         state = mlp(s, *state)
-    (wanted,) = s.plan.kernel(*state, *indices, *s.shared, wanted=s.n["N"] * s.a.hidden_size * s.e)
+    (wanted,) = s.plan.kernel(*state, *indices, wanted=s.n["N"] * s.a.hidden_size * s.e)
     s.plan.gemm(wanted)
 
 
@@ -93,7 +93,14 @@ def _grouped_attention(s: _Step, residual: Buffer, normal: Buffer) -> tuple[Buff
     pages = n["B"] * n["K"] * kv * d * e
     (keys,) = s.plan.kernel(gathered_keys=pages)
     (values,) = s.plan.kernel(gathered_values=pages)
-    (out,) = s.plan.kernel(query, keys, values, *s.shared, attention=n["B"] * n["Q"] * h * d * e)
+    attention = n["B"] * n["Q"] * h * d * e
+    if s.is_generation or (d <= WIDEST_FUSED_HEAD and e < _FLOAT32):
+        (out,) = s.plan.kernel(query, keys, values, *s.shared, attention=attention)
+    else:
+        scores = n["B"] * n["Q"] * h * n["K"] * e
+        (raw,) = s.plan.gemm(query, keys, scores=scores)
+        (soft,) = s.plan.kernel(raw, *s.shared, probabilities=scores)
+        (out,) = s.plan.gemm(soft, values, attention=attention)
     (packed,) = s.plan.kernel(out, packed=n["T"] * h * d * e)
     (dense,) = s.plan.gemm(packed, dense=s.hidden)
     return _add_norm(s, residual, dense)
@@ -180,21 +187,24 @@ def _gated_mlp(s: _Step, normal: Buffer, width: int) -> Buffer:
 
 
 def _routed_dense(s: _Step, residual: Buffer, normal: Buffer) -> tuple[Buffer, ...]:
-    """Every expert on every row: E x T rows."""
+    """Every expert on every row, E x T of them. In the context phase the router runs beside them on its own stream."""
     experts = s.a.experts
     if experts is None:
         raise TypeError(f"{s.a.name} has no routed experts")
     t, width, count = s.n["T"], experts.intermediate_size, experts.num_routed
-    wide, copy = s.plan.kernel(normal, router_input=2 * s.hidden // s.e * 2, experts_input=s.hidden)
-    (one_hot,) = s.plan.gemm(wide, one_hot=t * experts.top_k * count * _FLOAT32)
-    (both,) = s.plan.gemm(copy, experts_gate_and_up=count * t * 2 * width * s.e)
+    wide = t * s.a.hidden_size * _FLOAT32
+    router_input, experts_input = s.plan.kernel(normal, router_input_float32=wide, experts_input=s.hidden)
+    if not s.is_generation:
+        s.plan.fork()
+    (one_hot,) = s.plan.gemm(router_input, one_hot=t * experts.top_k * count * _FLOAT32)
+    s.plan.next_stream()
+    (both,) = s.plan.gemm(experts_input, experts_gate_and_up=count * t * 2 * width * s.e)
     (gated,) = s.plan.kernel(both, experts_gated=count * t * width * s.e)
     (down,) = s.plan.gemm(gated, experts_down=count * s.hidden)
-    (total,) = s.plan.kernel(down, one_hot, experts_sum_float32=t * s.a.hidden_size * _FLOAT32)
-    if not experts.num_shared:
-        return _add_norm(s, residual, total)
-    shared = _gated_mlp(s, normal, width * experts.num_shared)
-    return _add_norm(s, residual, total, shared)
+    s.plan.join()
+    (total,) = s.plan.kernel(down, one_hot, experts_sum_float32=wide)
+    shared = (_gated_mlp(s, normal, width * experts.num_shared),) if experts.num_shared else ()
+    return _add_norm(s, residual, total, *shared)
 
 
 _MLPS: dict[str, Callable[[_Step, Buffer, Buffer], tuple[Buffer, ...]]] = {"dense": _routed_dense}

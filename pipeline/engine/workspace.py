@@ -7,7 +7,7 @@ region is as large as its largest tensor, a workspace the sum of its regions. Th
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable
 from dataclasses import dataclass, field
 
 from pipeline.engine.myelin import GRANULE
@@ -19,12 +19,20 @@ _ALIGNMENT = 128
 
 @dataclass(slots=True)
 class Buffer:
-    """A tensor in the workspace, from the kernel that writes it to the last that reads it."""
+    """A tensor in the workspace, from the kernel that writes it to the last that reads it. `stream`: (fork, stream) of
+    its kernel where several streams run at once: then nothing is known about the order between them."""
 
     name: str
     nbytes: int
     born: int
     dies: int
+    stream: tuple[int, int] | None = None
+
+    def meets(self, other: Buffer) -> bool:
+        """Whether both may be alive at one time."""
+        if self.stream and other.stream and self.stream[0] == other.stream[0] and self.stream != other.stream:
+            return True
+        return self.born <= other.dies and other.born <= self.dies
 
 
 @dataclass(slots=True)
@@ -33,6 +41,8 @@ class Schedule:
 
     buffers: list[Buffer] = field(default_factory=list)
     step: int = 0
+    _forks: int = 0
+    _stream: tuple[int, int] | None = None
 
     def kernel(self, *reads: Buffer, **writes: int) -> tuple[Buffer, ...]:
         """One kernel: reads buffers, writes new ones of the given names and bytes."""
@@ -40,7 +50,8 @@ class Schedule:
         for buffer in reads:
             buffer.dies = self.step
         made = tuple(
-            Buffer(name=name, nbytes=nbytes, born=self.step, dies=self.step) for name, nbytes in writes.items()
+            Buffer(name=name, nbytes=nbytes, born=self.step, dies=self.step, stream=self._stream)
+            for name, nbytes in writes.items()
         )
         self.buffers += made
         return made
@@ -48,6 +59,19 @@ class Schedule:
     def gemm(self, *reads: Buffer, **writes: int) -> tuple[Buffer, ...]:
         """A kernel that also has scratch memory."""
         return self.kernel(*reads, **writes, gemm_scratch=GEMM_SCRATCH)[:-1]
+
+    def fork(self) -> None:
+        """The kernels from here to the join run on several streams; the first of them begins."""
+        self._forks += 1
+        self._stream = (self._forks, 0)
+
+    def next_stream(self) -> None:
+        """The kernels from here on run on another stream of the fork; without one, on the only stream there is."""
+        if self._stream:
+            self._stream = (self._stream[0], self._stream[1] + 1)
+
+    def join(self) -> None:
+        self._stream = None
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -59,20 +83,16 @@ class Workspace:
 
 
 def place(buffers: Iterable[Buffer]) -> Workspace:
-    """Regions for buffers: the largest first, each into the first region that is free while it lives."""
+    """Regions for buffers: the largest first (of equals the last made), each into the first that is free meanwhile."""
     regions: list[list[Buffer]] = []
-    for buffer in sorted(buffers, key=lambda b: -b.nbytes):
-        region = next((region for region in regions if _is_free(region, buffer)), None)
+    for buffer in sorted(buffers, key=lambda b: (-b.nbytes, -b.born)):
+        region = next((region for region in regions if not any(map(buffer.meets, region))), None)
         if region is None:
             regions.append([buffer])
         else:
             region.append(buffer)
     terms = tuple((region[0].name, _align(region[0].nbytes, _ALIGNMENT)) for region in regions)
     return Workspace(nbytes=_align(sum(nbytes for _, nbytes in terms), GRANULE), terms=terms)
-
-
-def _is_free(region: Sequence[Buffer], buffer: Buffer) -> bool:
-    return all(buffer.dies < other.born or other.dies < buffer.born for other in region)
 
 
 def _align(nbytes: int, granule: int) -> int:
