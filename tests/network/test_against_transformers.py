@@ -1,0 +1,158 @@
+"""The network, built by TensorRT's API and executed layer by layer, against transformers in float32, same weights.
+
+Every logit of every position is compared, over steps that prefill in chunks, decode, and mix both (see serving.py).
+What is left of the difference is the order of sums: 3e-6 at logits of about 1; the product promises 1e-4.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from itertools import pairwise
+from pathlib import Path
+
+import numpy as np
+import pytest
+import torch
+
+from tests import fixtures
+from tests.network import models
+from tests.network.serving import STEPS, prompts, reference_logits, serve
+
+TOLERANCE = 1e-5
+Write = Callable[[Path], models.Model]
+
+
+def _llama(**options: object) -> Write:
+    return lambda path: models.load(fixtures.llama(path, **options))  # type: ignore[arg-type]
+
+
+def _v2(**options: object) -> Write:
+    return lambda path: models.load(fixtures.deepseek_v2(path, **options))  # type: ignore[arg-type]
+
+
+GREEDY = {"topk_method": "greedy", "n_group": 1, "topk_group": 1}
+MODELS: dict[str, Write] = {
+    **{f"llama-{rope}": _llama(rope=rope, dtype="float32") for rope in fixtures.LLAMA_ROPES},
+    "llama-fp16": _llama(dtype="float16"),
+    "llama-bf16": _llama(dtype="bfloat16"),
+    "llama-biased-and-tied": _llama(attention_bias=True, mlp_bias=True, tie_word_embeddings=True),
+    "llama-one-kv-head-wide": _llama(num_key_value_heads=1, head_dim=64),
+    "v2": _v2(dtype="float32"),
+    "v2-bf16": _v2(),
+    "v2-default-rope": _v2(rope="default"),
+    "v2-greedy-without-q-rank": _v2(q_lora_rank=None, **GREEDY),
+    "v2-biased": _v2(attention_bias=True),
+    "v2-one-expert-per-token": _v2(num_experts_per_tok=1, topk_group=1),
+    "v2-dense": _v2(first_k_dense_replace=3),
+}
+QUANTIZED: dict[str, Callable[[Path], models.Model]] = {
+    "llama-every-linear": lambda path: models.load_int4(
+        fixtures.llama, path, pattern=r"layers.*_proj\.weight", group=32, prescale="all", dtype="float16"
+    ),
+    "llama-mlp-bf16-biased": lambda path: models.load_int4(
+        fixtures.llama, path, pattern=r"mlp.*_proj\.weight", group=128, prescale="each", mlp_bias=True
+    ),
+    **{
+        f"v2-prescale-{prescale}": lambda path, prescale=prescale: models.load_int4(  # type: ignore[misc]
+            fixtures.deepseek_v2,
+            path,
+            pattern=r"mlp.*_proj\.weight|o_proj|q_a_proj|q_b_proj|kv_a_proj",
+            group=64,
+            prescale=prescale,
+            dtype="float16",
+        )
+        for prescale in ("none", "each", "all")
+    },
+}
+
+
+def _largest_difference(
+    model: models.Model, moe: str = "dense", offsets: tuple[int, ...] = (0, 0, 0)
+) -> tuple[float, float]:
+    """Of the logits, in exact mode; and the spread of the reference, without which a difference means nothing."""
+    reference, sequences = model.reference(), prompts(model.architecture.vocab_size)
+    found = serve(model.program(moe=moe), sequences=sequences, offsets=offsets)
+    expected = [reference_logits(reference, s, offset) for s, offset in zip(sequences, offsets, strict=True)]
+    pairs = zip(found, expected, strict=True)
+    return max((one["logits"] - e).abs().max().item() for one, e in pairs), expected[0].std().item()
+
+
+@pytest.mark.parametrize("name", MODELS)
+def test_logits_are_those_of_transformers(name: str, tmp_path: Path) -> None:
+    difference, spread = _largest_difference(MODELS[name](tmp_path / "hf"))
+    assert difference < TOLERANCE
+    assert spread > 0.5
+
+
+@pytest.mark.parametrize("moe", ["dense", "gather"])
+@pytest.mark.parametrize("name", QUANTIZED)
+def test_int4_logits_are_those_of_transformers_on_dequantized_weights(name: str, moe: str, tmp_path: Path) -> None:
+    difference, spread = _largest_difference(QUANTIZED[name](tmp_path / "hf"), moe)
+    assert difference < TOLERANCE
+    assert spread > 0.5
+
+
+def test_gathered_experts_give_the_same_logits(tmp_path: Path) -> None:
+    assert _largest_difference(MODELS["v2"](tmp_path / "hf"), "gather")[0] < TOLERANCE
+
+
+@pytest.mark.parametrize("name", ["llama-yarn", "llama-linear", "llama-llama3", "v2"])
+def test_positions_far_beyond_the_original_context(name: str, tmp_path: Path) -> None:
+    """Positions are apart from slots: each sequence's are moved by its own offset, past the 64 of the original."""
+    assert _largest_difference(MODELS[name](tmp_path / "hf"), offsets=(180, 0, 97))[0] < TOLERANCE
+
+
+@pytest.mark.parametrize("name", ["llama-linear", "v2"])
+def test_every_layer_is_that_of_transformers(name: str, tmp_path: Path) -> None:
+    model = MODELS[name](tmp_path / "hf")
+    reference, sequences = model.reference(), prompts(model.architecture.vocab_size)
+    outputs: list[torch.Tensor] = []
+    for layer in reference.model.layers:
+        layer.register_forward_hook(lambda _module, _inputs, output: outputs.append(output))
+    taps = [f"layers.{layer}.output" for layer in range(model.architecture.num_layers)]
+    for found, sequence in zip(serve(model.program(), sequences=sequences, taps=taps), sequences, strict=True):
+        outputs.clear()
+        reference_logits(reference, sequence)
+        assert len(outputs) == len(taps)
+        for tap, expected in zip(taps, outputs, strict=True):
+            assert (found[tap] - expected[0]).abs().max() < TOLERANCE
+
+
+@pytest.mark.parametrize("name", ["llama-linear", "v2"])
+@pytest.mark.parametrize("cuts", [(0, 1, 3), (0, 2, 3), (0, 1, 2, 3)])
+def test_slices_in_a_row_are_the_whole(name: str, cuts: tuple[int, ...], tmp_path: Path) -> None:
+    model = MODELS[name](tmp_path / "hf")
+    sequences = prompts(model.architecture.vocab_size)
+    slices = [model.program(layers=pair) for pair in pairwise(cuts)]
+    whole = serve(model.program(), sequences=sequences)
+    for found, expected in zip(serve(*slices, sequences=sequences), whole, strict=True):
+        assert torch.equal(found["logits"], expected["logits"])
+
+
+def test_how_a_prompt_is_cut_does_not_matter(tmp_path: Path) -> None:
+    model = MODELS["v2"](tmp_path / "hf")
+    program, sequences = model.program(), prompts(model.architecture.vocab_size)
+    once = [tuple(sum(column) for column in zip(*STEPS, strict=True))]
+    for one, other in zip(
+        serve(program, sequences=sequences), serve(program, sequences=sequences, steps=once), strict=True
+    ):
+        assert (one["logits"] - other["logits"]).abs().max() < TOLERANCE
+
+
+def test_a_wrong_weight_shows(tmp_path: Path) -> None:
+    """The comparison can fail: gate and up exchanged in one expert of one layer."""
+    model = MODELS["v2"](tmp_path / "hf")
+    base = "transformer.layers.2.mlp.experts.5."
+    raw = model.source.raw
+    raw[f"{base}fc.weight"], raw[f"{base}gate.weight"] = raw[f"{base}gate.weight"], raw[f"{base}fc.weight"]
+    assert _largest_difference(model)[0] > 100 * TOLERANCE
+
+
+def test_declared_types_stay_near(tmp_path: Path) -> None:
+    """fp16 has 11 significant bits: some layers' rounding, of logits of about 1, stays below a fiftieth."""
+    model = MODELS["llama-fp16"](tmp_path / "hf")
+    sequences = prompts(model.architecture.vocab_size)
+    reference = model.reference()
+    for found, sequence in zip(serve(model.program(), sequences=sequences, mode="declared"), sequences, strict=True):
+        difference = np.abs((found["logits"] - reference_logits(reference, sequence)).numpy()).max()
+        assert 1e-5 < difference < 0.02
