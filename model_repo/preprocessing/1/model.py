@@ -1,0 +1,67 @@
+"""Triton model `preprocessing`: prompts, stop and bad words to token ids."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import numpy as np
+import triton_python_backend_utils as pb_utils
+from trtseek_text import (
+    RequestError,
+    Tokenizer,
+    encode_bias,
+    encode_prompts,
+    encode_words,
+    read_flag,
+    read_parameters,
+    resolve_path,
+)
+
+# Declared for the sake of TensorRT-LLM's clients, and not served: the models are text to text.
+UNSERVED = ("DECODER_QUERY", "IMAGE_BYTES", "IMAGE_URL", "IMAGES", "VIDEO_BYTES")
+
+
+class TritonPythonModel:
+    def initialize(self, args: dict[str, str]) -> None:
+        parameters = read_parameters(args)
+        self.tokenizer = Tokenizer(
+            resolve_path(args, parameters["tokenizer_dir"]),
+            add_special_tokens=read_flag(parameters, "add_special_tokens"),
+        )
+
+    def execute(self, requests: list[Any]) -> list[Any]:
+        return [self._answer(request) for request in requests]
+
+    def _answer(self, request: Any) -> Any:
+        inputs = {tensor.name(): tensor.as_numpy() for tensor in request.inputs()}
+        try:
+            outputs = preprocess(self.tokenizer, inputs)
+        except RequestError as error:
+            return pb_utils.InferenceResponse(error=pb_utils.TritonError(str(error)))
+        return pb_utils.InferenceResponse([pb_utils.Tensor(name, array) for name, array in outputs.items()])
+
+
+def preprocess(tokenizer: Tokenizer, inputs: dict[str, np.ndarray]) -> dict[str, np.ndarray]:
+    """Input arrays by tensor name to output arrays by tensor name, the batch first. Raises RequestError."""
+    if unserved := [name for name in UNSERVED if name in inputs]:
+        raise RequestError(f"{', '.join(unserved)}: this model takes text only")
+    ids, lengths = encode_prompts(tokenizer, inputs["QUERY"])
+    batch = len(ids)
+    extra = inputs.get("PROMPT_TABLE_EXTRA_ID", np.zeros((batch, 1), np.uint64))
+    return {
+        "INPUT_ID": ids,
+        "REQUEST_INPUT_LEN": lengths,
+        # A decoder-only model has no such input; an ensemble needs the tensors nevertheless.
+        "DECODER_INPUT_ID": np.full((batch, 1), tokenizer.pad_id, np.int32),
+        "REQUEST_DECODER_INPUT_LEN": np.ones((batch, 1), np.int32),
+        "BAD_WORDS_IDS": encode_words(tokenizer, inputs.get("BAD_WORDS_DICT"), batch),
+        "STOP_WORDS_IDS": encode_words(tokenizer, inputs.get("STOP_WORDS_DICT"), batch),
+        "EMBEDDING_BIAS": encode_bias(
+            tokenizer, inputs.get("EMBEDDING_BIAS_WORDS"), inputs.get("EMBEDDING_BIAS_WEIGHTS"), batch
+        ),
+        "REQUEST_OUTPUT_LEN": inputs["REQUEST_OUTPUT_LEN"].astype(np.int32),
+        "OUT_END_ID": inputs.get("END_ID", np.full((batch, 1), tokenizer.end_id, np.int32)),
+        "OUT_PAD_ID": inputs.get("PAD_ID", np.full((batch, 1), tokenizer.pad_id, np.int32)),
+        # Ids of virtual tokens only, and text has none of them.
+        "OUT_PROMPT_TABLE_EXTRA_IDS": np.where(ids >= tokenizer.vocab_size, extra, 0).astype(np.uint64),
+    }

@@ -1,0 +1,147 @@
+"""What the text models share: strings to token ids and back, in the tensors of TensorRT-LLM's inflight_batcher_llm.
+
+Copied into each of those models' version folders. Needs numpy below 2 (Triton's Python stub returns empty tensors
+otherwise) and transformers; knows nothing of Triton, so it is tested without it.
+"""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import numpy.typing as npt
+
+Int32Array = npt.NDArray[np.int32]
+
+
+class RequestError(ValueError):
+    """A request that cannot be served as asked; the message is the client's."""
+
+
+class Tokenizer:
+    """A packaged Hugging Face tokenizer. `end_id` and `pad_id` are what requests get that give none."""
+
+    def __init__(self, folder: Path, *, add_special_tokens: bool = True, skip_special_tokens: bool = True) -> None:
+        # transformers, not the bare tokenizers library: whether BOS is added is decided by tokenizer_config.json in
+        # many models (DeepSeek's among them), which only transformers reads.
+        from transformers import AutoTokenizer
+
+        if not (folder / "tokenizer_config.json").is_file():
+            raise FileNotFoundError(f"no tokenizer in {folder}")
+        self._tokenizer: Any = AutoTokenizer.from_pretrained(folder, local_files_only=True, trust_remote_code=False)
+        self._add_special_tokens = add_special_tokens
+        self._skip_special_tokens = skip_special_tokens
+        if self._tokenizer.eos_token_id is None:
+            raise ValueError(f"the tokenizer in {folder} has no eos_token")
+        self.end_id = int(self._tokenizer.eos_token_id)
+        pad_id = self._tokenizer.pad_token_id
+        self.pad_id = self.end_id if pad_id is None else int(pad_id)
+        self.vocab_size = len(self._tokenizer)
+
+    def encode_prompt(self, text: bytes) -> list[int]:
+        """Ids of a prompt. RequestError for bytes that are not UTF-8 and for a prompt without a token."""
+        ids = self._encode(text, add_special_tokens=self._add_special_tokens)
+        if not ids:
+            raise RequestError("the prompt is empty")
+        return ids
+
+    def encode_word(self, text: bytes) -> list[int]:
+        """Ids of a word by itself, which may differ from its ids inside a text."""
+        return self._encode(text, add_special_tokens=False)
+
+    def decode(self, ids: Sequence[int]) -> str:
+        return str(self._tokenizer.decode(list(ids), skip_special_tokens=self._skip_special_tokens))
+
+    def _encode(self, text: bytes, *, add_special_tokens: bool) -> list[int]:
+        try:
+            decoded = text.decode("utf-8")
+        except UnicodeDecodeError as error:
+            raise RequestError(f"text is not UTF-8: {error}") from error
+        return list(self._tokenizer.encode(decoded, add_special_tokens=add_special_tokens))
+
+
+def encode_prompts(tokenizer: Tokenizer, queries: npt.NDArray[np.object_]) -> tuple[Int32Array, Int32Array]:
+    """`queries` [B, 1] of bytes to ids [B, longest], padded on the right, and lengths [B, 1]."""
+    rows = [tokenizer.encode_prompt(query) for query in queries.reshape(-1)]
+    lengths = np.array([[len(row)] for row in rows], np.int32)
+    ids = np.full((len(rows), int(lengths.max())), tokenizer.pad_id, np.int32)
+    for target, row in zip(ids, rows, strict=True):
+        target[: len(row)] = row
+    return ids, lengths
+
+
+def encode_words(tokenizer: Tokenizer, words: npt.NDArray[np.object_] | None, batch: int) -> Int32Array:
+    """Stop or bad words [B, words] to TensorRT-LLM's word list [B, 2, L].
+
+    Row 0 is all words' ids one after another, padded with 0; row 1 the end of each word in it, padded with -1. No
+    words at all is [B, 2, 0].
+    """
+    if words is None or words.size == 0:
+        return np.empty((batch, 2, 0), np.int32)
+    rows = [[ids for word in row if (ids := tokenizer.encode_word(word))] for row in words.reshape(batch, -1)]
+    width = max(1, *(sum(map(len, row)) for row in rows))
+    result = np.empty((batch, 2, width), np.int32)
+    result[:, 0], result[:, 1] = 0, -1
+    for target, row in zip(result, rows, strict=True):
+        flat = [token for ids in row for token in ids]
+        target[0, : len(flat)] = flat
+        target[1, : len(row)] = np.cumsum([len(ids) for ids in row])
+    return result
+
+
+def encode_bias(
+    tokenizer: Tokenizer,
+    words: npt.NDArray[np.object_] | None,
+    weights: npt.NDArray[np.float32] | None,
+    batch: int,
+) -> npt.NDArray[np.float32]:
+    """Words [B, n] and their weights [B, n] to a bias on the logits [B, vocabulary]; without words [B, 0].
+
+    A weight counts for each token of its word, and adds up where words share one.
+    """
+    if words is None and weights is None:
+        return np.empty((batch, 0), np.float32)
+    if words is None or weights is None or words.shape != weights.shape:
+        raise RequestError("embedding_bias_words and embedding_bias_weights must come together, one weight a word")
+    bias = np.zeros((batch, tokenizer.vocab_size), np.float32)
+    for target, row, row_weights in zip(bias, words.reshape(batch, -1), weights.reshape(batch, -1), strict=True):
+        for word, weight in zip(row, row_weights, strict=True):
+            np.add.at(target, tokenizer.encode_word(word), weight)
+    return bias
+
+
+def decode_batch(
+    tokenizer: Tokenizer, tokens: npt.NDArray[np.int32], lengths: npt.NDArray[np.int32]
+) -> npt.NDArray[np.object_]:
+    """Ids [B, beams, L] with lengths [B, beams] to texts [B * beams] in UTF-8: flat, as the clients read them."""
+    batch, beams, longest = tokens.shape
+    if lengths.shape != (batch, beams) or lengths.min(initial=0) < 0 or lengths.max(initial=0) > longest:
+        raise RequestError(f"lengths {lengths.tolist()} do not fit tokens of shape {list(tokens.shape)}")
+    rows = zip(tokens.reshape(-1, longest), lengths.reshape(-1), strict=True)
+    texts = [tokenizer.decode(row[:length].tolist()).encode() for row, length in rows]
+    return np.array(texts, np.object_)
+
+
+def read_parameters(args: dict[str, str]) -> dict[str, str]:
+    """A model's own parameters from what Triton hands to `initialize`."""
+    parameters = json.loads(args["model_config"]).get("parameters", {})
+    return {key: value["string_value"] for key, value in parameters.items()}
+
+
+def resolve_path(args: dict[str, str], path: str) -> Path:
+    """A path parameter, which is relative to the model's own folder. Triton names that folder, or the one above it."""
+    folder = Path(args["model_repository"])
+    if folder.name != args["model_name"]:
+        folder = folder / args["model_name"]
+    return (folder / path).resolve()
+
+
+def read_flag(parameters: dict[str, str], key: str) -> bool:
+    """A parameter that is true or false. Refuses anything else rather than guess."""
+    try:
+        return {"true": True, "false": False}[parameters[key].lower()]
+    except KeyError:
+        raise ValueError(f"parameter {key} must be true or false, not {parameters.get(key)!r}") from None
