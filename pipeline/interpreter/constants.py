@@ -31,14 +31,15 @@ class Constants:
 
     def stored(self, name: str) -> torch.Tensor:
         """As stored, without a copy; INT4 still packed."""
-        return self._program.constants[name].to_torch()
+        spec, stored = self._program.constant_specs[name], self._program.constants[name].to_torch()
+        return stored if spec.dtype == "int4" else stored.reshape(spec.shape)
 
     def load(self, name: str) -> torch.Tensor:
         """In the mode's type: a view of the file where that is the stored type, a new tensor otherwise."""
         spec, stored = self._program.constant_specs[name], self.stored(name)
         if spec.dtype == "int4":
             return unpack_int4(stored, spec.shape)
-        return stored.reshape(spec.shape).to(self._numerics.held(spec.dtype))
+        return stored.to(self._numerics.held(spec.dtype))
 
     def is_free(self, name: str) -> bool:
         """Whether loading copies nothing."""

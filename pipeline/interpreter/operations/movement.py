@@ -37,7 +37,7 @@ def select_rows(x: Tensor, axis: int, indices: Tensor) -> Tensor:
     """index_select, which refuses negative indices: only then are they wrapped."""
     try:
         return torch.index_select(x, axis, indices)
-    except IndexError:
+    except (IndexError, RuntimeError):  # which of them depends on the shape
         return torch.index_select(x, axis, torch.where(indices < 0, indices + x.shape[axis], indices))
 
 
