@@ -18,11 +18,9 @@ if TYPE_CHECKING:
     from pipeline.checkpoint.architecture import Architecture
     from pipeline.checkpoint.tensors import TensorSource
     from pipeline.evaluation.schedule import Step
+    from pipeline.interpreter.numerics import Mode
     from pipeline.network.program import Program
     from pipeline.network.spec import NetworkSpec
-
-# TensorRT type -> torch type of a pool or hidden state in `declared` mode; `exact` holds every float in fp32.
-WIDENED = "float32"
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -41,7 +39,7 @@ def read_program(
     """Writes the network (or the slice `layers` of it) with TensorRT's API and reads it back."""
     import tensorrt_rtx as trt
 
-    from pipeline.network import build_network
+    from pipeline.network.network import build_network
     from pipeline.network.readback import read_network
 
     builder = trt.Builder(trt.Logger(trt.Logger.ERROR))
@@ -56,13 +54,13 @@ def run_network(
     steps: Sequence[Step],
     *,
     num_blocks: int,
-    mode: str,
+    mode: Mode,
     segments: Sequence[tuple[int, int]],
 ) -> Iterator[Event]:
     """Yields, segment by segment and step by step, every layer's output and at last the logits."""
     import torch
 
-    from pipeline.interpreter import Interpreter
+    from pipeline.interpreter.interpreter import Interpreter
 
     hidden: list[torch.Tensor | None] = [None] * len(steps)
     for first, last in segments:
@@ -88,8 +86,8 @@ def run_network(
                 hidden[i] = outputs[result]
 
 
-def _held(dtype: str, mode: str) -> str:
-    return WIDENED if mode == "exact" else dtype
+def _held(dtype: str, mode: Mode) -> str:
+    return "float32" if mode == "exact" else dtype
 
 
 def _feed(

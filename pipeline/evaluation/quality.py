@@ -43,11 +43,11 @@ class Quality:
 
     @property
     def perplexity_original(self) -> float:
-        return math.exp(self.nll_original / self.tokens)
+        return _perplexity(self.nll_original / self.tokens)
 
     @property
     def perplexity_quantized(self) -> float:
-        return math.exp(self.nll_quantized / self.tokens)
+        return _perplexity(self.nll_quantized / self.tokens)
 
     @property
     def layer_error(self) -> list[float]:
@@ -72,6 +72,10 @@ class Quality:
             "top1_in_top5": self.top5 / self.tokens,
             "layer_error": self.layer_error,
         }
+
+
+def _perplexity(nll: float) -> float:
+    return math.inf if nll > 700 else math.exp(nll)  # a double overflows beyond
 
 
 def cut_windows(tokens: Sequence[int], *, total: int, window: int, origin: str) -> list[TokenSequence]:

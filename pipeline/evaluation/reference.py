@@ -52,7 +52,8 @@ def compute_reference(
         module = build_hf_layer(config, layer, hf_layer_state(source, architecture, layer), torch.float32)
         closeness: list[torch.Tensor] = []
         if architecture.experts is not None and architecture.is_routed(layer):
-            module.mlp.gate.register_forward_hook(_margin_recorder(architecture.experts, closeness))
+            router = module.get_submodule("mlp.gate")
+            router.register_forward_hook(_margin_recorder(architecture.experts, closeness))
         for i, sequence in enumerate(sequences):
             states[i] = _run_layer(module, config, states[i], sequence.positions)
             if closeness:
@@ -104,7 +105,7 @@ def router_margin(scores: torch.Tensor, experts: Experts) -> torch.Tensor:
 
     if experts.topk_method != "group_limited_greedy":
         return edge(scores, experts.top_k)
-    groups = scores.unflatten(-1, (experts.n_group, -1))
+    groups = scores.reshape(*scores.shape[:-1], experts.n_group, -1)
     best = groups.max(dim=-1).values
     chosen = torch.zeros_like(best).scatter(-1, best.topk(experts.topk_group, dim=-1).indices, 1.0)
     masked = groups.masked_fill(chosen[..., None] == 0, 0.0).flatten(-2)

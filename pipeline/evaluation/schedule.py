@@ -11,6 +11,7 @@ from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
 import numpy as np
+import numpy.typing as npt
 
 from pipeline.runtime.steps import Chunk, plan_step
 
@@ -39,7 +40,7 @@ class Piece:
     sequence: int
     start: int
     end: int
-    rows: np.ndarray
+    rows: npt.NDArray[np.int32]
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -155,7 +155,7 @@ def _judge(
             value=network.declared_error,
             bound=bounds.network_declared or network.declared_bound,
             relation="<=",
-            meaning="worst position's relative RMS logit error in the declared types",
+            meaning="relative RMS error of the logits in the declared types",
         ),
     ]
     if quality:

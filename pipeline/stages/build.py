@@ -43,7 +43,7 @@ def build_limits(config: Config) -> BuildLimits:
 
 
 def _run(context: StageContext) -> None:
-    from pipeline.checkpoint import CheckpointFolder
+    from pipeline.checkpoint.folder import CheckpointFolder
     from pipeline.engine.builder import build_engine
     from pipeline.errors import BuildError
 

@@ -29,7 +29,7 @@ def _parameters(config: Config) -> Mapping[str, Any]:
 
 
 def _run(context: StageContext) -> None:
-    from pipeline.checkpoint import CheckpointFolder
+    from pipeline.checkpoint.folder import CheckpointFolder
     from pipeline.checkpoint.convert import convert_checkpoint
 
     settings = context.config.stages.convert

@@ -36,7 +36,7 @@ def _applies(config: Config) -> bool:
 
 
 def _run(context: StageContext) -> None:
-    from pipeline.checkpoint import CheckpointFolder
+    from pipeline.checkpoint.folder import CheckpointFolder
     from pipeline.quantization.quantize import quantize_checkpoint
 
     quantize_checkpoint(

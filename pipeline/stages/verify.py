@@ -30,7 +30,7 @@ def _parameters(config: Config) -> Mapping[str, Any]:
 
 
 def _run(context: StageContext) -> None:
-    from pipeline.checkpoint import CheckpointFolder
+    from pipeline.checkpoint.folder import CheckpointFolder
     from pipeline.evaluation.gates import enforce
     from pipeline.evaluation.verification import verify
 

@@ -1,0 +1,133 @@
+"""The proof passes on right networks, whole and in slices, and fails on every fault that conversions are known for."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from pathlib import Path
+
+import pytest
+import torch
+
+from pipeline.checkpoint.folder import CheckpointFolder
+from pipeline.evaluation import network_proof, reference
+from pipeline.evaluation.network_proof import NetworkProof, make_sequences, prove_network
+from pipeline.network.spec import NetworkSpec
+from pipeline.progress import SILENT
+from tests import fixtures
+from tests.evaluation.support import Altered, convert
+
+PROMPTS = ((5, 9, 301, 44, 7, 8, 120, 66, 31, 250, 18), (400, 3, 77), (11, 12, 13, 14, 15))
+
+
+@pytest.fixture(scope="module")
+def latent(tmp_path_factory: pytest.TempPathFactory) -> CheckpointFolder:
+    folder = tmp_path_factory.mktemp("v2")
+    return convert(fixtures.deepseek_v2(folder / "hf", num_hidden_layers=2), folder / "engine")
+
+
+@pytest.fixture(scope="module")
+def llama(tmp_path_factory: pytest.TempPathFactory) -> CheckpointFolder:
+    folder = tmp_path_factory.mktemp("llama")
+    return convert(fixtures.llama(folder / "hf", rope="yarn", num_hidden_layers=2), folder / "engine")
+
+
+def prove(
+    built: CheckpointFolder, network: object = None, *, sliced: bool = False, dtype: str = "float32"
+) -> NetworkProof:
+    """Proves `network` (a source of weights; default `built` itself) against transformers on `built`."""
+    spec = NetworkSpec(dtype=dtype, max_seq_len=256, block_size=4)
+    sequences = make_sequences(PROMPTS, decode_tokens=3, architecture=built.architecture, max_seq_len=256)
+    layers = built.architecture.num_layers
+    whole = compute = reference.compute_reference
+    if network is not None:
+        # The reference keeps the true weights; the network gets the altered ones.
+        def whole(_source, *rest, **options):  # type: ignore[no-untyped-def]
+            return compute(built, *rest, **options)
+
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(network_proof, "compute_reference", whole)
+        return prove_network(
+            network or built,  # type: ignore[arg-type]
+            built.config,
+            built.architecture,
+            spec,
+            sequences,
+            prefill_chunk=4,
+            router_margin=1e-5,
+            segments=[(layer, layer + 1) for layer in range(layers)] if sliced else [(0, layers)],
+            progress=SILENT,
+        )
+
+
+@pytest.mark.parametrize("sliced", [False, True])
+@pytest.mark.parametrize("name", ["latent", "llama"])
+def test_right_networks_pass_whole_and_in_slices(name: str, sliced: bool, request: pytest.FixtureRequest) -> None:
+    proof = prove(request.getfixturevalue(name), sliced=sliced)
+    assert proof.max_logit_error < 2e-5
+    assert max(proof.layer_errors) < 2e-5
+    assert proof.declared_error <= proof.declared_bound
+    assert proof.mixed_steps >= 2
+    assert proof.positions + proof.left_out == sum(len(p) + 3 for p in PROMPTS) + len(PROMPTS[0]) + 3
+
+
+def swap_heads(w: torch.Tensor) -> torch.Tensor:
+    return torch.cat([w[32:64], w[:32], w[64:]])
+
+
+FAULTS: dict[str, tuple[str, str, Callable[[torch.Tensor], torch.Tensor]]] = {
+    "two heads of q swapped": ("llama", "transformer.layers.1.attention.qkv.weight", swap_heads),
+    "rows of the gate projection in another order": (
+        "llama",
+        "transformer.layers.1.mlp.fc.weight",
+        lambda w: w.flip(0),
+    ),
+    "a norm left at one": ("llama", "transformer.layers.1.post_layernorm.weight", torch.ones_like),
+    "rows of kv_b in another order": ("latent", "transformer.layers.1.attention.kv_b_proj.weight", swap_heads),
+    "one expert's weight off by 1 %": (
+        "latent",
+        "transformer.layers.1.mlp.experts.3.proj.weight",
+        lambda w: w * 1.01,
+    ),
+    "the router's rows in another order": ("latent", "transformer.layers.1.mlp.router.weight", lambda w: w.roll(1, 0)),
+}
+
+
+@pytest.mark.parametrize("fault", FAULTS)
+def test_a_faulty_network_fails_and_its_layer_is_named(fault: str, request: pytest.FixtureRequest) -> None:
+    name, tensor, edit = FAULTS[fault]
+    built: CheckpointFolder = request.getfixturevalue(name)
+    proof = prove(built, Altered(built, {tensor: edit}))
+    assert proof.max_logit_error > 1e-4
+    assert proof.worst_layer == 1
+    assert proof.layer_errors[0] < 2e-5
+
+
+def test_a_dropped_rope_scaling_fails(llama: CheckpointFolder) -> None:
+    import dataclasses
+
+    unscaled = dataclasses.replace(llama.architecture.rope, kind="default", scaling={})
+    architecture = dataclasses.replace(llama.architecture, rope=unscaled)
+    original = llama.architecture
+    try:
+        llama.architecture = architecture
+        proof = prove(llama)
+    finally:
+        llama.architecture = original
+    assert proof.max_logit_error > 1e-4
+
+
+@pytest.mark.parametrize("dtype", ["float16", "bfloat16"])
+def test_declared_types_stay_under_the_bound_derived_from_them(tmp_path: Path, dtype: str) -> None:
+    built = convert(fixtures.llama(tmp_path / "hf"), tmp_path / "engine", dtype)
+    proof = prove(built, dtype=dtype)
+    assert 0 < proof.declared_error <= proof.declared_bound
+    assert proof.max_logit_error < 1e-4
+
+
+def test_sequences_past_the_original_context_are_added_where_the_engine_reaches_them(
+    llama: CheckpointFolder,
+) -> None:
+    short = make_sequences(PROMPTS, decode_tokens=3, architecture=llama.architecture, max_seq_len=64)
+    long = make_sequences(PROMPTS, decode_tokens=3, architecture=llama.architecture, max_seq_len=256)
+    assert [s.offset for s in short] == [0, 0, 0]
+    assert [s.offset for s in long] == [0, 0, 0, 64]  # the fixture's original_max_position_embeddings
