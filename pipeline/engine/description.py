@@ -13,6 +13,7 @@ from pipeline.errors import BuildError
 from pipeline.network.spec import NetworkSpec
 
 FORMAT = 1
+DESCRIPTION = "engine.json"
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -91,7 +92,7 @@ class EngineDescription:
 
 def load_description(path: Path) -> EngineDescription:
     """Reads an `engine.json`, or the one in a folder. Raises BuildError where it is missing, damaged or newer."""
-    path = path / "engine.json" if path.is_dir() else path
+    path = path / DESCRIPTION if path.is_dir() else path
     hint = "run the build stage again"
     try:
         values = json.loads(path.read_text(encoding="utf-8"))

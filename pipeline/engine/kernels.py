@@ -12,7 +12,7 @@ from __future__ import annotations
 from collections.abc import Callable
 from dataclasses import dataclass, field
 
-from pipeline.checkpoint.architecture import Architecture, LatentAttention
+from pipeline.checkpoint.architecture import Architecture, Experts, LatentAttention
 from pipeline.engine.limits import Profile
 from pipeline.engine.workspace import Buffer, Schedule, Workspace, place
 
@@ -20,8 +20,8 @@ from pipeline.engine.workspace import Buffer, Schedule, Workspace, place
 WIDEST_FUSED_HEAD = 256
 DTYPE_BYTES = {"float32": 4, "float16": 2, "bfloat16": 2}
 _FLOAT32 = _INT32 = 4
-# Layers of a kind that are worth listing: a third one finds the regions of the two before it.
-_LAYERS_THAT_COUNT = 3
+# Layers of a kind that are worth listing: a third one fits into the regions of the two before it.
+_LAYERS_THAT_COUNT = 2
 
 
 def plan_workspace(architecture: Architecture, profile: Profile, *, dtype: str, block_size: int, moe: str) -> Workspace:
@@ -188,9 +188,7 @@ def _gated_mlp(s: _Step, normal: Buffer, width: int) -> Buffer:
 
 def _routed_dense(s: _Step, residual: Buffer, normal: Buffer) -> tuple[Buffer, ...]:
     """Every expert on every row, E x T of them. In the context phase the router runs beside them on its own stream."""
-    experts = s.a.experts
-    if experts is None:
-        raise TypeError(f"{s.a.name} has no routed experts")
+    experts = _experts(s)
     t, width, count = s.n["T"], experts.intermediate_size, experts.num_routed
     wide = t * s.a.hidden_size * _FLOAT32
     router_input, experts_input = s.plan.kernel(normal, router_input_float32=wide, experts_input=s.hidden)
@@ -207,4 +205,37 @@ def _routed_dense(s: _Step, residual: Buffer, normal: Buffer) -> tuple[Buffer, .
     return _add_norm(s, residual, total, *shared)
 
 
-_MLPS: dict[str, Callable[[_Step, Buffer, Buffer], tuple[Buffer, ...]]] = {"dense": _routed_dense}
+def _routed_gather(s: _Step, residual: Buffer, normal: Buffer) -> tuple[Buffer, ...]:
+    """Every row's own experts, their weights unpacked and copied: k x T matrices of each linear, on three streams."""
+    experts = _experts(s)
+    pairs, width, e = s.n["T"] * experts.top_k, experts.intermediate_size, s.e
+    router_input, rows = s.plan.kernel(
+        normal, router_input_float32=s.hidden // e * _FLOAT32, experts_input=experts.top_k * s.hidden
+    )
+    (chosen,) = s.plan.gemm(router_input, chosen=pairs * _INT32)
+    matrix = pairs * s.a.hidden_size * width * e
+    s.plan.fork()
+    (weights,) = s.plan.kernel(chosen, gathered_fc=matrix)
+    (gate,) = s.plan.gemm(rows, weights, experts_gate=pairs * width * e)
+    s.plan.next_stream()
+    (weights,) = s.plan.kernel(chosen, gathered_gate=matrix)
+    (up,) = s.plan.gemm(rows, weights, experts_up=pairs * width * e)
+    s.plan.next_stream()
+    (weights,) = s.plan.kernel(chosen, gathered_proj=matrix)
+    shared = (_gated_mlp(s, normal, width * experts.num_shared),) if experts.num_shared else ()
+    s.plan.join()
+    (gated,) = s.plan.kernel(gate, up, experts_gated=pairs * width * e)
+    (down,) = s.plan.gemm(gated, weights, experts_down=experts.top_k * s.hidden)
+    return _add_norm(s, residual, down, *shared)
+
+
+def _experts(s: _Step) -> Experts:
+    if s.a.experts is None:
+        raise TypeError(f"{s.a.name} has no routed experts")
+    return s.a.experts
+
+
+_MLPS: dict[str, Callable[[_Step, Buffer, Buffer], tuple[Buffer, ...]]] = {
+    "dense": _routed_dense,
+    "gather": _routed_gather,
+}

@@ -14,9 +14,9 @@ from typing import Any
 from pipeline.errors import CompatibilityError
 from pipeline.network.inputs import Port
 
-# A chunk's queries are padded to the longest of the step, so longer chunks cost B x Q x heads x width of workspace and
-# gain little: 512 rows already fill the GEMMs of a data-centre GPU.
-DEFAULT_CHUNK = 512
+# Attention pads every sequence of a step to the longest chunk, [B, Q]; the default chunk keeps B x Q within this many
+# times the step's rows, since workspace (with MLA: B x Q x heads x K) and wasted work grow with it.
+PADDED_ROWS = 2
 
 Shape = tuple[int, ...]
 
@@ -57,7 +57,7 @@ class BuildLimits:
     generation: rectangles of the generation phase.
     block_size: tokens of one KV cache block.
     max_blocks: blocks of the KV pool, block 0 (padding) included.
-    max_chunk: rows of one sequence in a context step; longer prompts are fed in several steps.
+    max_chunk: rows of one sequence in a context step, longer prompts are fed in several; None: see PADDED_ROWS.
     """
 
     max_seq_len: int
@@ -66,12 +66,13 @@ class BuildLimits:
     generation: tuple[Rectangle, ...]
     block_size: int = 64
     max_blocks: int
-    max_chunk: int = DEFAULT_CHUNK
+    max_chunk: int | None = None
 
     def __post_init__(self) -> None:
         for key in ("max_seq_len", "max_batch_size", "max_num_tokens", "block_size", "max_chunk"):
-            if not 1 <= getattr(self, key) < 2**31:
-                raise _refuse(f"{key} is {getattr(self, key)}", "give a positive number")
+            value = getattr(self, key)
+            if value is not None and not 1 <= value < 2**31:
+                raise _refuse(f"{key} is {value}", "give a positive number")
         if not self.generation:
             raise _refuse("generation has no profile", "give at least one batch and length")
         for rectangle in self.generation:
@@ -104,13 +105,18 @@ class BuildLimits:
         profile's gathered pages need no more workspace than a generation profile's."""
         return max(rectangle.batch for rectangle in self.generation if rectangle.length == self.max_seq_len)
 
+    @property
+    def chunk(self) -> int:
+        """Rows of the longest chunk of a context step."""
+        wanted = self.max_chunk or PADDED_ROWS * self.max_num_tokens // self.context_batch
+        return max(1, min(wanted, self.max_num_tokens, self.max_seq_len))
+
     def profiles(self) -> tuple[Profile, ...]:
         """The context profile, then the generation profiles in the order given."""
         return (self._context(), *(self._generation(rectangle) for rectangle in self.generation))
 
     def _context(self) -> Profile:
-        batch = self.context_batch
-        chunk = min(self.max_chunk, self.max_num_tokens, self.max_seq_len)
+        batch, chunk = self.context_batch, self.chunk
         tokens = min(self.max_num_tokens, batch * chunk)
         width = self.table_width(self.max_seq_len)
         # Preferred: a step full of whole chunks, half of the longest context before them.

@@ -28,11 +28,10 @@ class Buffer:
     dies: int
     stream: tuple[int, int] | None = None
 
-    def meets(self, other: Buffer) -> bool:
-        """Whether both may be alive at one time."""
-        if self.stream and other.stream and self.stream[0] == other.stream[0] and self.stream != other.stream:
-            return True
-        return self.born <= other.dies and other.born <= self.dies
+    @property
+    def life(self) -> int:
+        """A bit for each step at which it is alive."""
+        return (1 << (self.dies + 1)) - (1 << self.born)
 
 
 @dataclass(slots=True)
@@ -82,17 +81,43 @@ class Workspace:
     terms: tuple[tuple[str, int], ...]
 
 
+@dataclass(slots=True)
+class _Region:
+    name: str
+    nbytes: int
+    life: int = 0  # steps at which something in it is alive
+    beside: int = 0  # steps of the streams that run beside one of its buffers' own
+
+
 def place(buffers: Iterable[Buffer]) -> Workspace:
     """Regions for buffers: the largest first (of equals the last made), each into the first that is free meanwhile."""
-    regions: list[list[Buffer]] = []
-    for buffer in sorted(buffers, key=lambda b: (-b.nbytes, -b.born)):
-        region = next((region for region in regions if not any(map(buffer.meets, region))), None)
-        if region is None:
-            regions.append([buffer])
+    buffers = sorted(buffers, key=lambda b: (-b.nbytes, -b.born))
+    beside = _steps_beside(buffers)
+    regions: list[_Region] = []
+    for buffer in buffers:
+        life, other = buffer.life, beside.get(buffer.stream, 0)
+        for region in regions:
+            if not (life & (region.life | region.beside) or other & region.life):
+                break
         else:
-            region.append(buffer)
-    terms = tuple((region[0].name, _align(region[0].nbytes, _ALIGNMENT)) for region in regions)
+            region = _Region(name=buffer.name, nbytes=_align(buffer.nbytes, _ALIGNMENT))
+            regions.append(region)
+        region.life |= life
+        region.beside |= other
+    terms = tuple((region.name, region.nbytes) for region in regions)
     return Workspace(nbytes=_align(sum(nbytes for _, nbytes in terms), GRANULE), terms=terms)
+
+
+def _steps_beside(buffers: Iterable[Buffer]) -> dict[tuple[int, int] | None, int]:
+    """For each stream of each fork, the steps of the other streams of that fork."""
+    steps: dict[tuple[int, int], int] = {}
+    for buffer in buffers:
+        if buffer.stream:
+            steps[buffer.stream] = steps.get(buffer.stream, 0) | 1 << buffer.born
+    forks: dict[int, int] = {}
+    for (fork, _), taken in steps.items():
+        forks[fork] = forks.get(fork, 0) | taken
+    return {stream: forks[stream[0]] & ~taken for stream, taken in steps.items()}
 
 
 def _align(nbytes: int, granule: int) -> int:
