@@ -14,6 +14,7 @@ import numpy as np
 import numpy.typing as npt
 
 from pipeline.checkpoint.tensors import DTYPES, RawTensor
+from pipeline.errors import BuildError
 
 Tensor = Any  # trt.ITensor: the bindings have no types
 # safetensors type -> TensorRT's attribute
@@ -49,9 +50,8 @@ class Graph:
     def output(self, name: str, tensor: Tensor) -> None:
         """Marks a network output under `name`. For a tensor that already has its place's name, write `identity`."""
         if tensor.name != name:
-            del self.tensors[tensor.name]
+            self._register(name, self.tensors.pop(tensor.name))
             tensor.name = name
-            self._register(name, tensor)
         self.network.mark_output(tensor)
 
     # Constants
@@ -161,9 +161,9 @@ class Graph:
         layer.name = self.prefix + name
         tensors = []
         for index, part in enumerate(("values", "indices")):
-            tensor = layer.get_output(index)
+            tensor = self._register(f"{self.prefix}{name}.{part}", layer.get_output(index))
             tensor.name = f"{self.prefix}{name}.{part}"
-            tensors.append(self._register(tensor.name, tensor))
+            tensors.append(tensor)
         return tensors[0], tensors[1]
 
     def one_hot(self, name: str, indices: Tensor, depth: int) -> Tensor:
@@ -201,12 +201,21 @@ class Graph:
         return self._add(name, layer)
 
     def _add(self, name: str, layer: Any) -> Tensor:
-        layer.name = self.prefix + name
+        full_name = self.prefix + name
+        if layer is None:  # the bindings log the reason and return nothing
+            raise BuildError(f"TensorRT refused layer {full_name}", hint="its log says why")
+        layer.name = full_name
         tensor = layer.get_output(0)
-        tensor.name = self.prefix + name
-        return self._register(tensor.name, tensor)
+        self._register(full_name, tensor)
+        tensor.name = full_name
+        try:
+            len(tensor.shape)  # asked for here, because only now is it known which layer is wrong
+        except RuntimeError as error:
+            raise BuildError(f"TensorRT refused layer {full_name}", hint="its log says why") from error
+        return tensor
 
     def _register(self, name: str, tensor: Tensor) -> Tensor:
+        # TensorRT would keep a name of its own instead of the second one, and say nothing.
         if name in self.tensors:
             raise ValueError(f"two tensors are named {name}")  # a block's mistake, not a user's
         self.tensors[name] = tensor
