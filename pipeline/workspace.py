@@ -37,6 +37,9 @@ class Workspace(Protocol):
     def require(self, nbytes: int) -> None:
         """Refuses now, with StoreError, what the disk could not hold later: `nbytes` are still to be written."""
 
+    def recognise(self, file: Path, digest: str) -> None:
+        """States the digest of a file, so that neither it nor a hard link to it need be read for it again."""
+
 
 class FolderWorkspace:
     """A workspace over a plain folder. `journal` is where finished steps are recorded, by default in the folder.
@@ -89,7 +92,6 @@ class FolderWorkspace:
             )
 
     def recognise(self, file: Path, digest: str) -> None:
-        """A hard link to `file`, whose digest is known, need not be digested again."""
         self._linkable[identify(file.stat())] = digest
 
     def files(self) -> list[Path]:

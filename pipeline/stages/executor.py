@@ -157,7 +157,7 @@ class _Job:
                 fingerprint=self.found.digest,
                 record=self.found.record,
                 inputs=self.contents,
-                versions={name: str(version) for name, version in self.found.record["libraries"].items()},
+                versions={name: version or "absent" for name, version in self.found.record["libraries"].items()},
             )
         except BaseException as error:
             # What went wrong is what the user must see, not that the note about it could not be written either.

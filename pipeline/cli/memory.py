@@ -1,0 +1,71 @@
+"""Whether an engine fits its GPU, for `plan`: computed from the checkpoint's headers and the config's limits."""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING, Any
+
+import click
+
+from pipeline.cli.tables import format_bytes, print_table, print_title
+
+if TYPE_CHECKING:
+    from collections.abc import Mapping
+
+    from pipeline.checkpoint.architecture import Architecture
+    from pipeline.config.schema import Config
+
+# Methods whose weights are INT4.
+INT4_METHODS = ("awq", "rtn")
+
+
+def describe_memory(config: Config, architecture: Architecture) -> dict[str, Any]:
+    """Bytes of weights, workspace, KV cache and the rest against the GPU's, and the largest batch for each length."""
+    from pipeline.engine.memory import RESERVE_BYTES, Int4Rules, fit_batches, plan_memory
+    from pipeline.stages.build import build_limits
+
+    dtype = config.stages.convert.dtype or architecture.dtype
+    quantize, limits, moe = config.stages.quantize, build_limits(config), config.stages.build.moe
+    int4 = None
+    if quantize.method in INT4_METHODS:
+        int4 = Int4Rules(include=quantize.include, exclude=quantize.exclude, group_size=quantize.group_size)
+    plan = plan_memory(architecture, dtype=dtype, limits=limits, int4=int4, moe=moe)
+    gpu_bytes = config.target.device.memory_bytes
+    fits = fit_batches(architecture, gpu_bytes=gpu_bytes, dtype=dtype, limits=limits, int4=int4, moe=moe)
+    return {
+        "gpu": config.target.gpu,
+        "gpu_bytes": gpu_bytes,
+        "weights_bytes": plan.weights_bytes,
+        "workspace_bytes": plan.workspace_bytes,
+        "profiles": [
+            {"profile": profile.name, "workspace_bytes": workspace.nbytes} for profile, workspace in plan.workspaces
+        ],
+        "kv_bytes_per_token": plan.kv_bytes_per_token,
+        "pool_tokens": (limits.max_blocks - 1) * limits.block_size,  # one block is for padding
+        "pool_bytes": plan.pool_bytes,
+        "io_bytes": plan.io_bytes,
+        "reserve_bytes": RESERVE_BYTES,
+        "total_bytes": plan.total_bytes,
+        "fits": plan.total_bytes <= gpu_bytes,
+        "largest": [{"length": fit.length, "batch": fit.batch} for fit in fits],
+    }
+
+
+def print_memory(memory: Mapping[str, Any]) -> None:
+    print_title(f"memory of one {memory['gpu']}, {format_bytes(memory['gpu_bytes'])}")
+    largest_profile = max(memory["profiles"], key=lambda profile: int(profile["workspace_bytes"]))["profile"]
+    per_token = format_bytes(memory["kv_bytes_per_token"])
+    rows = [
+        ("weights", memory["weights_bytes"], ""),
+        ("workspace", memory["workspace_bytes"], f"of the profile {largest_profile}"),
+        ("KV cache", memory["pool_bytes"], f"{memory['pool_tokens']} tokens of {per_token}"),
+        ("step inputs and logits", memory["io_bytes"], ""),
+        ("kept for CUDA", memory["reserve_bytes"], "assumed, not measured"),
+        ("total", memory["total_bytes"], f"{100 * memory['total_bytes'] / memory['gpu_bytes']:.1f}% of the GPU"),
+    ]
+    print_table([(name, format_bytes(nbytes), note) for name, nbytes, note in rows])
+    if not memory["fits"]:
+        click.secho("  does not fit: lower the limits under stages.build, or take a larger GPU", fg="red", bold=True)
+    print_title("largest batch that fits, in an engine built for that length")
+    print_table(
+        [(f"{fit['length']} tokens", f"x {fit['batch']}" if fit["batch"] else "-") for fit in memory["largest"]]
+    )

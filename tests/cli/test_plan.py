@@ -1,0 +1,73 @@
+import json
+
+import pytest
+
+
+def read(invoke, *options):
+    return json.loads(invoke("plan", "small", "--json", *options).stdout)
+
+
+def test_says_what_runs_and_why(workplace, toy_stages, invoke):
+    assert [stage["state"] for stage in read(invoke)["stages"]] == ["run", "run"]
+    invoke("engine", "small")
+    stages = read(invoke)["stages"]
+    assert [stage["state"] for stage in stages] == ["cached", "cached"]
+    assert all((workplace / stage["path"] / "artifact.json").is_file() for stage in stages)
+    changed = read(invoke, "--set", "stages.convert.dtype=float16")["stages"]
+    assert [stage["reasons"] for stage in changed] == [["dtype: unset → float16"], ["convert changed"]]
+    assert [stage["state"] for stage in read(invoke, "--force", "package")["stages"]] == ["cached", "run"]
+
+
+def test_makes_nothing(workplace, toy_stages, invoke):
+    invoke("plan", "small")
+    assert [path.name for path in (workplace / "out").rglob("*") if path.is_file()] in ([], ["digests.jsonl"])
+
+
+def test_memory_adds_up(workplace, toy_stages, invoke, llama_path):
+    memory = read(invoke)["memory"]
+    config = json.loads((llama_path / "config.json").read_text())
+    head = config.get("head_dim") or config["hidden_size"] // config["num_attention_heads"]
+    layers, heads = config["num_hidden_layers"], config["num_key_value_heads"]
+    assert memory["kv_bytes_per_token"] == 2 * layers * heads * head * 2  # K and V, bfloat16
+    assert memory["gpu_bytes"] == 24 * 2**30
+    assert memory["pool_tokens"] == 2 * 128  # two sequences of the longest
+    parts = ("weights", "workspace", "pool", "io", "reserve")
+    assert memory["total_bytes"] == sum(memory[f"{part}_bytes"] for part in parts)
+    assert memory["workspace_bytes"] == max(profile["workspace_bytes"] for profile in memory["profiles"])
+    assert memory["fits"]
+    quantized = memory["weights_bytes"]
+    assert quantized < read(invoke, "--set", "stages.quantize.method=none")["memory"]["weights_bytes"]
+
+
+def test_largest_batch_of_each_length(workplace, toy_stages, invoke):
+    (largest,) = read(invoke)["memory"]["largest"]
+    assert largest["length"] == 128
+    assert largest["batch"] > 2  # the config's own batch fits
+    smaller = read(invoke, "--set", "target.gpu=RTX-4080")["memory"]["largest"]
+    assert 0 < smaller[0]["batch"] < largest["batch"]
+
+
+def test_text(workplace, toy_stages, invoke):
+    lines = [line.strip() for line in invoke("plan", "small").stdout.splitlines()]
+    assert lines[0].startswith("small: ")
+    assert lines[1].split() == ["convert", "will", "run", "not", "made", "yet"]
+    assert any(line.startswith("weights ") for line in lines)
+    assert any(line.startswith("128 tokens  x ") for line in lines)
+    assert not any("does not fit" in line for line in lines)
+
+
+def test_says_what_does_not_fit(workplace, toy_stages, invoke):
+    text = invoke("plan", "small", "--set", "stages.build.max_blocks=100000000").stdout
+    assert "does not fit" in text
+
+
+@pytest.mark.parametrize("verb", ["plan", "status"])
+def test_imports_nothing_heavy_and_is_quick(workplace, cpu_seconds, verb):
+    script = (
+        "import sys\n"
+        "from pipeline.cli.main import _run\n"
+        f"code = _run(['{verb}', 'small'])\n"
+        "heavy = {'torch', 'transformers', 'tensorrt_rtx', 'tokenizers', 'rich'} & set(sys.modules)\n"
+        "sys.exit(f'imported {heavy}' if heavy else code)\n"
+    )
+    assert cpu_seconds("-c", script) < 0.6
