@@ -15,7 +15,7 @@ from typing import TYPE_CHECKING, Any
 import numpy as np
 import numpy.typing as npt
 
-from pipeline.checkpoint.tensors import DTYPES, SAFETENSORS_DTYPE, RawTensor
+from pipeline.checkpoint.tensors import DTYPES, RawTensor
 from pipeline.errors import CheckpointError
 
 if TYPE_CHECKING:
@@ -53,6 +53,7 @@ class Caster:
         self._out_bits = self._out.view(torch.uint8).numpy().view(unsigned)
         self._magnitude = np.empty(CHUNK_ELEMENTS, unsigned)
         self._limit = float(torch.finfo(self._out.dtype).max)
+        self._limit_bits = {source: _floor_bits(self._limit, source) for source in FLOATS}
 
     def run(self, name: str, tensor: RawTensor, losses: Losses) -> Iterator[npt.NDArray[Any]]:
         """Yields the cast bytes piece by piece, each valid until the next, and adds to `losses`.
@@ -73,9 +74,16 @@ class Caster:
             top = _largest_bits(chunk, tensor.dtype)
             if top >= infinity:
                 _refuse_non_finite(name, tensor, start)
-            yield chunk if values is None else self._cast(values[start : start + chunk.size], chunk, top, losses)
+            if values is None:
+                yield chunk
+                continue
+            largest = _to_float(top, tensor.dtype) if top > self._limit_bits[tensor.dtype] else None
+            yield self._cast(values[start : start + chunk.size], chunk, largest, losses)
 
-    def _cast(self, values: torch.Tensor, bits: npt.NDArray[Any], top: int, losses: Losses) -> npt.NDArray[Any]:
+    def _cast(
+        self, values: torch.Tensor, bits: npt.NDArray[Any], largest: float | None, losses: Losses
+    ) -> npt.NDArray[Any]:
+        """`largest` is the chunk's largest magnitude, where that is beyond the target's limit."""
         n = values.numel()
         out, out_bits, magnitude = self._out[:n], self._out_bits[:n], self._magnitude[:n]
         out.copy_(values)
@@ -84,8 +92,7 @@ class Caster:
         nonzero = int(np.count_nonzero(magnitude))
         if nonzero < n:
             losses.underflow += int(np.count_nonzero(bits & _sign_mask(bits.dtype))) - nonzero
-        largest = _to_float(top, values.dtype)
-        if largest > self._limit:  # rounding may still bring it back to the limit, so count what became infinite
+        if largest is not None:  # rounding may still bring it back to the limit, so count what became infinite
             overflow = int(np.count_nonzero(magnitude >= infinity))
             losses.overflow += overflow
             losses.largest = max(losses.largest, largest if overflow else 0.0)
@@ -107,12 +114,18 @@ def _sign_mask(dtype: np.dtype[Any]) -> Any:
     return dtype.type(np.iinfo(dtype).max >> 1)
 
 
-def _to_float(bits: int, dtype: torch.dtype) -> float:
+def _to_float(bits: int, dtype: str) -> float:
+    raw = np.array([bits], FLOATS[dtype][0])
+    return float(RawTensor(dtype, (1,), raw.view(np.uint8)).to_torch())
+
+
+def _floor_bits(value: float, dtype: str) -> int:
+    """The bits of the largest number of a type that does not exceed a positive `value`."""
     import torch
 
-    name = SAFETENSORS_DTYPE[str(dtype).removeprefix("torch.")]
-    raw = np.array([bits], FLOATS[name][0])
-    return float(RawTensor(name, (1,), raw.view(np.uint8)).to_torch().to(torch.float64))
+    nearest = torch.tensor([value]).to(getattr(torch, DTYPES[dtype][1]))
+    bits = int(RawTensor.from_torch(nearest).data.view(FLOATS[dtype][0])[0])
+    return bits - 1 if float(nearest) > value else bits
 
 
 def _refuse_non_finite(name: str, tensor: RawTensor, start: int) -> None:

@@ -132,7 +132,8 @@ def _read_index(path: Path) -> dict[str, set[str]]:
         _fail(path, "has no weight_map, or an empty one")
     shards: dict[str, set[str]] = {}
     for tensor, name in weight_map.items():
-        if not isinstance(name, str) or not _is_plain(name):
+        # Every shard's name once: an index repeats it for each of up to 90,000 tensors.
+        if not isinstance(name, str) or (name not in shards and not _is_plain(name)):
             _fail(path, f"places {tensor} in {name!r}, which is not the name of a file in the folder")
         if name.endswith(PICKLES):
             _fail(path, f"places {tensor} in {name}, a pickle", PICKLE_HINT)

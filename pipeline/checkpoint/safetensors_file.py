@@ -14,6 +14,7 @@ import mmap
 import os
 import struct
 from collections.abc import Callable, Iterable, Mapping, Sequence
+from concurrent.futures import Future, ThreadPoolExecutor
 from pathlib import Path
 from types import TracebackType
 from typing import Any, NoReturn
@@ -28,6 +29,7 @@ from pipeline.errors import CheckpointError
 MAX_HEADER = 100_000_000  # the reference implementation's own limit
 MAX_ELEMENTS = 2**62  # beyond this, strides overflow in what reads the tensor later
 CHUNK = 8 << 20  # bytes per write: progress stays smooth, and a mapped file is not held in memory
+FLUSH_EVERY = 64 << 20  # bytes between flushes in the background
 DAMAGED = "the file is damaged or was cut short; download or copy it again"
 METADATA = "__metadata__"
 
@@ -85,7 +87,8 @@ class SafetensorsWriter:
     """Writes one file as a stream: the header first, then every tensor's bytes in the order of `infos`, in any pieces.
 
     A context manager. Leaving it checks that exactly the declared bytes were written (ValueError otherwise: a mistake
-    of the caller) and flushes to the disk; a file left by an exception is deleted.
+    of the caller) and flushes to the disk; a file left by an exception is deleted. While the caller makes the next
+    bytes, a thread has the last ones written out: the kernel alone would start seconds later, or at the final flush.
     """
 
     def __init__(self, path: Path, infos: Sequence[TensorInfo], *, metadata: Mapping[str, str] | None = None) -> None:
@@ -93,6 +96,9 @@ class SafetensorsWriter:
         header = _make_header(infos, metadata)
         self._written = 0
         self._total = sum(info.nbytes for info in infos)
+        self._unflushed = 0
+        self._flusher = ThreadPoolExecutor(1)
+        self._flush: Future[None] | None = None
         self._file = open(path, "wb", buffering=0)  # noqa: SIM115 (closed in __exit__)
         self._put(header)
 
@@ -100,6 +106,11 @@ class SafetensorsWriter:
         """Appends a contiguous array's bytes."""
         self._put(data.reshape(-1).view(np.uint8).data if data.size else b"")
         self._written += data.nbytes
+        self._unflushed += data.nbytes
+        if self._unflushed >= FLUSH_EVERY and (self._flush is None or self._flush.done()):
+            self._collect_flush()
+            self._flush = self._flusher.submit(os.fdatasync, self._file.fileno())
+            self._unflushed = 0
 
     def __enter__(self) -> SafetensorsWriter:
         return self
@@ -112,12 +123,18 @@ class SafetensorsWriter:
             if kind is None:
                 if self._written != self._total:
                     raise ValueError(f"{self.path}: {self._written} bytes written, {self._total} declared")
+                self._collect_flush()
                 os.fsync(self._file.fileno())
                 complete = True
         finally:
+            self._flusher.shutdown()
             self._file.close()
             if not complete:
                 self.path.unlink(missing_ok=True)
+
+    def _collect_flush(self) -> None:
+        if self._flush is not None:
+            self._flush.result()  # raises what the disk refused
 
     def _put(self, data: memoryview | bytes) -> None:
         view = memoryview(data)
