@@ -17,7 +17,7 @@ if TYPE_CHECKING:
     from pipeline.interpreter.numerics import Numerics
     from pipeline.network.program import Program
 
-ALWAYS = 1 << 20  # bytes of a constant that is prepared whatever the budget: norms, scales, scalars
+ALWAYS = 1 << 16  # bytes of a constant that is prepared whatever the budget: norms, scales, scalars
 
 
 class Constants:
@@ -27,7 +27,7 @@ class Constants:
         self._program, self._numerics, self._budget = program, numerics, budget
         self._prepared: dict[tuple[str, str], torch.Tensor] = {}
         self._names: set[str] = set()
-        self._held = 0
+        self.prepared_bytes = 0
 
     def stored(self, name: str) -> torch.Tensor:
         """As stored, without a copy; INT4 still packed."""
@@ -50,7 +50,7 @@ class Constants:
         """Whether a prepared tensor of this size may stay: it is here already, is small, or fits what is left."""
         if name in self._names or nbytes <= ALWAYS or self._budget is None:
             return True
-        return self._held + nbytes <= self._budget
+        return self.prepared_bytes + nbytes <= self._budget
 
     def prepare(self, name: str, form: str, make: Callable[[], torch.Tensor], *, costs: bool = True) -> torch.Tensor:
         """Makes a form of a tensor once ("plain", "packed" …), for every plan of this program."""
@@ -60,5 +60,5 @@ class Constants:
             self._prepared[key] = tensor
             self._names.add(name)
             # A packed tensor is opaque to torch's nbytes; its elements are not.
-            self._held += tensor.numel() * tensor.element_size() if costs else 0
+            self.prepared_bytes += tensor.numel() * tensor.element_size() if costs else 0
         return self._prepared[key]

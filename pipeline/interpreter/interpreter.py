@@ -75,6 +75,11 @@ class Interpreter:
             raise ExecutionError(plan.layers[position], error) from error
         return {name: values[slot] for name, slot in plan.outputs.items()}
 
+    @property
+    def prepared_bytes(self) -> int:
+        """What prepared weights hold now."""
+        return self._constants.prepared_bytes
+
     def _plan(self, taps: frozenset[str]) -> Plan:
         """The plan that keeps these tensors; compiled when first asked for."""
         if taps not in self._plans:

@@ -1,7 +1,7 @@
 """Small networks made with TensorRT itself and read back: what the interpreter's operations are tested on.
 
-    program = read(lambda g: {"y": g.sum("y", g.input("a", "float32", (-1, 3)), g.input("b", "float32", (1, 3)))})
-    result = run(program, a=…, b=…)["y"]
+program = read(lambda g: {"y": g.sum("y", g.input("a", "float32", (-1, 3)), g.input("b", "float32", (1, 3)))})
+result = run(program, a=…, b=…)["y"]
 """
 
 from __future__ import annotations
@@ -23,7 +23,7 @@ Build = Callable[[Graph], dict[str, Any]]
 
 
 def read(build: Build, dtype: str = "float32") -> Program:
-    """`build` writes layers and returns the network's outputs by name. `g.network` takes what Graph has no method for."""
+    """`build` writes layers and returns the network's outputs; `g.network` does what Graph has no method for."""
     import tensorrt_rtx as trt
 
     network = trt.Builder(trt.Logger(trt.Logger.ERROR)).create_network(0)

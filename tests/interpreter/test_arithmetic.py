@@ -33,9 +33,7 @@ LOGICAL = {"AND": np.logical_and, "OR": np.logical_or, "XOR": np.logical_xor}
 
 def apply(op: str, dtype: str, a: np.ndarray, b: np.ndarray) -> np.ndarray:
     shapes = [tuple(-1 if size > 1 else 1 for size in x.shape) for x in (a, b)]
-    made = read(
-        lambda g: {"y": g.elementwise("y", g.input("a", dtype, shapes[0]), g.input("b", dtype, shapes[1]), op)}
-    )
+    made = read(lambda g: {"y": g.elementwise("y", g.input("a", dtype, shapes[0]), g.input("b", dtype, shapes[1]), op)})
     return run(made, a=torch.from_numpy(a), b=torch.from_numpy(b))["y"].numpy()
 
 
@@ -115,7 +113,7 @@ def test_an_activation_that_is_not_executed_is_refused() -> None:
         layer.name = "odd"
         return {"y": layer.get_output(0)}
 
-    with pytest.raises(UnsupportedLayerError, match="odd.*selu"):
+    with pytest.raises(UnsupportedLayerError, match=r"odd.*selu"):
         run(read(build), x=torch.zeros(1))
 
 
@@ -139,7 +137,11 @@ def test_cast_truncates_to_integers_and_rounds_to_16_bits_only_when_declared() -
 
 def test_select() -> None:
     def build(g: Any) -> dict[str, Any]:
-        condition, a, b = g.input("c", "bool", (-1, 1)), g.input("a", "float32", (1, 3)), g.input("b", "float32", (1, 1))
+        condition, a, b = (
+            g.input("c", "bool", (-1, 1)),
+            g.input("a", "float32", (1, 3)),
+            g.input("b", "float32", (1, 1)),
+        )
         return {"y": g.network.add_select(condition, a, b).get_output(0)}
 
     result = run(read(build), c=torch.tensor([[True], [False]]), a=torch.tensor([[1.0, 2, 3]]), b=torch.tensor([[9.0]]))
@@ -174,9 +176,7 @@ def test_fill_counts_from_its_inputs() -> None:
 
 def test_fill_counts_from_its_attributes() -> None:
     attributes = {"op": "linspace", "shape": [4], "alpha": 1.5, "beta": 0.5, "to": "float32"}
-    node = Node(
-        kind="fill", name="f", inputs=(), outputs=(TensorSpec("y", "float32", (4,)),), attributes=attributes
-    )
+    node = Node(kind="fill", name="f", inputs=(), outputs=(TensorSpec("y", "float32", (4,)),), attributes=attributes)
     assert run(program([node], [], ["y"], {}))["y"].tolist() == [1.5, 2.0, 2.5, 3.0]
 
 
@@ -185,5 +185,5 @@ def test_a_random_fill_is_refused() -> None:
     node = Node(
         kind="fill", name="noise", inputs=(), outputs=(TensorSpec("y", "float32", (4,)),), attributes=attributes
     )
-    with pytest.raises(UnsupportedLayerError, match="noise.*random_uniform"):
+    with pytest.raises(UnsupportedLayerError, match=r"noise.*random_uniform"):
         run(program([node], [], ["y"], {}))

@@ -166,5 +166,5 @@ def test_attention_over_packed_rows_is_refused() -> None:
 
     program = attention_network("float32", 2, 2, None)
     node = replace(program.nodes[0], attributes={**program.nodes[0].attributes, "query_form": "packed_nhd"})
-    with pytest.raises(UnsupportedLayerError, match="attention.*packed_nhd"):
+    with pytest.raises(UnsupportedLayerError, match=r"attention.*packed_nhd"):
         Interpreter(replace(program, nodes=(node,)), mode="exact")

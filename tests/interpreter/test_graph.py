@@ -56,7 +56,7 @@ def test_a_cache_that_is_read_beside_its_update_is_refused() -> None:
         starts, lengths = g.input("starts", "int32", (-1,)), g.input("lengths", "int32", (-1,))
         return {"out": g.update_cache("append", cache, update, starts, lengths), "y": g.unary("y", cache, "EXP")}
 
-    with pytest.raises(UnsupportedLayerError, match="append.*cache is read elsewhere"):
+    with pytest.raises(UnsupportedLayerError, match=r"append.*cache is read elsewhere"):
         Interpreter(read(build), mode="exact")
 
 
@@ -69,8 +69,10 @@ def test_an_unknown_kind_is_refused_by_name() -> None:
 
 def test_a_missing_attribute_is_refused_by_name() -> None:
     program = read(twice)
-    with pytest.raises(UnsupportedLayerError, match="layer a.*op is missing"):
-        Interpreter(replace(program, nodes=(replace(program.nodes[0], attributes={}), *program.nodes[1:])), mode="exact")
+    with pytest.raises(UnsupportedLayerError, match=r"layer a.*op is missing"):
+        Interpreter(
+            replace(program, nodes=(replace(program.nodes[0], attributes={}), *program.nodes[1:])), mode="exact"
+        )
 
 
 def test_merging_leaves_values_alone() -> None:

@@ -150,7 +150,7 @@ def test_a_slice_mode_that_is_not_executed_is_refused() -> None:
         layer.name, layer.mode = "around", g.trt.SampleMode.WRAP
         return {"y": layer.get_output(0)}
 
-    with pytest.raises(UnsupportedLayerError, match="around.*wrap"):
+    with pytest.raises(UnsupportedLayerError, match=r"around.*wrap"):
         run(read(build), x=torch.zeros(4))
 
 

@@ -22,9 +22,7 @@ def test_products_transpose_and_broadcast(flip_a: bool, flip_b: bool, left: Any,
 
     def build(g: Any) -> dict[str, Any]:
         op = g.trt.MatrixOperation
-        tensors = [
-            g.input(name, "float32", (*x.shape[:-2], -1, -1)) for name, x in (("a", a), ("b", b))
-        ]
+        tensors = [g.input(name, "float32", (*x.shape[:-2], -1, -1)) for name, x in (("a", a), ("b", b))]
         ops = [op.TRANSPOSE if flip else op.NONE for flip in (flip_a, flip_b)]
         return {"y": g.network.add_matrix_multiply(tensors[0], ops[0], tensors[1], ops[1]).get_output(0)}
 
@@ -42,10 +40,7 @@ def test_declared_products_accumulate_wide_and_round_once(dtype: str, constant: 
     weight = (w.t() if transpose else w).contiguous()
 
     def build(g: Any) -> dict[str, Any]:
-        if constant:
-            b = g.constant("w", RawTensor.from_torch(weight))
-        else:
-            b = g.input("w", dtype, tuple(weight.shape))
+        b = g.constant("w", RawTensor.from_torch(weight)) if constant else g.input("w", dtype, tuple(weight.shape))
         return {"y": g.matmul("y", g.input("a", dtype, (-1, 512)), b, transpose=transpose)}
 
     feeds = {"a": a} if constant else {"a": a, "w": weight}
@@ -132,5 +127,5 @@ def test_a_zero_point_is_refused() -> None:
         layer.set_input(2, g.number("zero", 0, "int8"))
         return {"y": layer.get_output(0)}
 
-    with pytest.raises(UnsupportedLayerError, match="shifted.*zero point"):
+    with pytest.raises(UnsupportedLayerError, match=r"shifted.*zero point"):
         run(read(build), x=torch.zeros(1))

@@ -51,9 +51,7 @@ def test_softmax(axis: int) -> None:
 @pytest.mark.parametrize("axis", [1, 2])
 def test_topk_is_sorted(op: str, axis: int) -> None:
     def build(g: Any) -> dict[str, Any]:
-        layer = g.network.add_topk(
-            g.input("x", "float32", (-1, 4, 5)), getattr(g.trt.TopKOperation, op), 3, 1 << axis
-        )
+        layer = g.network.add_topk(g.input("x", "float32", (-1, 4, 5)), getattr(g.trt.TopKOperation, op), 3, 1 << axis)
         return {"values": layer.get_output(0), "indices": layer.get_output(1)}
 
     result = run(read(build), x=torch.from_numpy(X))
