@@ -139,7 +139,9 @@ def _describe_engine(path: Path) -> Document:
 
 
 def _describe_repository(path: Path) -> Document:
+    from pipeline.triton.lint import lint_repository
     from pipeline.triton.model_config import parse_config
+    from pipeline.triton.repository import BACKENDS
 
     root = path if any(path.glob("*/config.pbtxt")) else path / REPOSITORY
     models, parameters = [], {}
@@ -156,7 +158,15 @@ def _describe_repository(path: Path) -> Document:
         )
         if config.parameters:
             parameters[config.name] = {key: value.string_value for key, value in sorted(config.parameters.items())}
-    return {"kind": "Triton model repository", "path": str(root), "models": models, "parameters": parameters}
+    backends = root.parent / BACKENDS
+    return {
+        "kind": "Triton model repository",
+        "path": str(root),
+        "models": models,
+        "parameters": parameters,
+        # What is no package, the models' own sources say, has no backends and is not complete.
+        "problems": list(lint_repository(root, backends=backends)) if backends.is_dir() else None,
+    }
 
 
 KINDS: tuple[tuple[Callable[[Path], bool], Callable[[Path], Document]], ...] = (

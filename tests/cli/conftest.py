@@ -81,3 +81,12 @@ def cpu_seconds():
         return min(times)
 
     return measure
+
+
+@pytest.fixture(autouse=True)
+def no_digest_cache():
+    """An Executor turns the cache on for the process; no test leaves it to the next."""
+    from pipeline.digest import set_digest_cache
+
+    yield
+    set_digest_cache(None)
