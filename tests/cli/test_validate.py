@@ -35,4 +35,5 @@ def test_problems_name_their_place(workplace, invoke):
 
 
 def test_is_quick(workplace, cpu_seconds):
-    assert cpu_seconds("-m", "pipeline.cli.main", "validate", "small") < 0.5
+    # Wider than the half second that benchmarks/commands.py holds it to: tests run beside other tests.
+    assert cpu_seconds("-m", "pipeline.cli.main", "validate", "small") < 0.8
