@@ -1,0 +1,69 @@
+"""A process of its own for one build: `python -m tests.network.build_engine FOLDER MODEL MOE SM OUTPUT`.
+
+Two profiles in one engine, a context phase and generation; only generation where experts are gathered.
+"""
+
+from __future__ import annotations
+
+import sys
+from pathlib import Path
+
+from pipeline.network.inputs import network_inputs
+from pipeline.network.network import build_network
+from tests import fixtures
+from tests.network import models
+
+MODELS = {
+    "llama-fp16": lambda path: models.load(fixtures.llama(path, dtype="float16", num_hidden_layers=2, head_dim=64)),
+    "llama-bf16": lambda path: models.load(fixtures.llama(path, num_hidden_layers=2, head_dim=64)),
+    "llama-fp32": lambda path: models.load(fixtures.llama(path, dtype="float32", num_hidden_layers=2)),
+    "llama-int4": lambda path: models.load_int4(
+        fixtures.llama,
+        path,
+        pattern=r"layers.*_proj\.weight",
+        group=128,
+        prescale="all",
+        dtype="float16",
+        num_hidden_layers=2,
+        head_dim=64,
+        hidden_size=256,
+    ),
+    "v2-fp16": lambda path: models.load(fixtures.deepseek_v2(path, dtype="float16", num_hidden_layers=2)),
+    "v2-int4": lambda path: models.load_int4(
+        fixtures.deepseek_v2,
+        path,
+        pattern=r"mlp.*_proj\.weight|o_proj",
+        group=64,
+        prescale="each",
+        dtype="float16",
+        num_hidden_layers=2,
+    ),
+}
+SMALLEST = {"T": 1, "B": 1, "Q": 1, "MB": 1, "NB": 2, "N": 1}
+CONTEXT = {"T": 256, "B": 8, "Q": 128, "MB": 32, "NB": 4096, "N": 8}
+GENERATION = {"T": 32, "B": 32, "Q": 1, "MB": 32, "NB": 4096, "N": 32}
+
+
+def main(folder: str, name: str, moe: str, sm: str, output: str) -> None:
+    import tensorrt_rtx as trt
+
+    model = MODELS[name](Path(folder))
+    builder = trt.Builder(trt.Logger(trt.Logger.WARNING))
+    spec = model.spec(moe=moe)
+    network = build_network(trt, builder.create_network(0), spec, model.architecture, model.source)
+    config = builder.create_builder_config()
+    config.num_compute_capabilities = 1
+    config.set_compute_capability(getattr(trt.ComputeCapability, sm), 0)
+    for largest in [GENERATION] if moe == "gather" else [CONTEXT, GENERATION]:
+        profile = builder.create_optimization_profile()
+        for port in network_inputs(model.architecture, spec):
+            profile.set_shape(port.name, *(port.resolve(sizes) for sizes in (SMALLEST, largest, largest)))
+        config.add_optimization_profile(profile)
+    engine = builder.build_serialized_network(network.network, config)
+    if engine is None:
+        sys.exit("TensorRT refused the network")
+    Path(output).write_bytes(memoryview(engine))
+
+
+if __name__ == "__main__":
+    main(*sys.argv[1:])
