@@ -27,7 +27,7 @@ status: $(READY) ## say which stages of CONFIG are done
 	$(BIN)/trtseek status $(CONFIG)
 
 test: $(READY) ## run the tests
-	GOMP_SPINCOUNT=0 OMP_NUM_THREADS=1 $(BIN)/pytest -n 2
+	GOMP_SPINCOUNT=0 OMP_NUM_THREADS=1 $(BIN)/pytest -n 2 --dist loadfile
 
 test-slow: $(READY) ## run the tests that take minutes or download a package
 	GOMP_SPINCOUNT=0 $(BIN)/pytest -m slow

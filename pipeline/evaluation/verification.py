@@ -155,7 +155,7 @@ def _judge(
             value=network.declared_error,
             bound=bounds.network_declared or network.declared_bound,
             relation="<=",
-            meaning="relative RMS error of the logits in the declared types",
+            meaning="median relative RMS error of a position's logits in the declared types",
         ),
     ]
     if quality:

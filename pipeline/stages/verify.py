@@ -45,12 +45,11 @@ def _run(context: StageContext) -> None:
         context.config.stages.verify,
         context.progress,
     )
-    summary = result.summarize()
     folder = context.workspace.path
     (folder / REPORT).write_text(json.dumps(result.to_json(), indent=2, allow_nan=False) + "\n", encoding="utf-8")
-    (folder / SUMMARY).write_text(summary, encoding="utf-8")
-    for line in summary.splitlines():
-        context.progress.note(line)
+    (folder / SUMMARY).write_text(result.summarize(), encoding="utf-8")
+    for gate in result.gates:
+        context.progress.note(gate.describe())
     run_folder = context.config.output / context.config.name
     enforce(result.gates, str(run_folder / "verify.failed" / SUMMARY))
 

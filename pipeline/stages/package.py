@@ -1,0 +1,56 @@
+"""package: a Triton model repository with all that it needs, and the manifest a release pipeline publishes it by."""
+
+from __future__ import annotations
+
+import json
+from typing import TYPE_CHECKING, Any
+
+from pipeline.stages.graph import Stage, StageContext
+from pipeline.stages.network import NETWORK_FILE, built_checkpoint
+from pipeline.stages.verify import REPORT
+
+if TYPE_CHECKING:
+    from collections.abc import Mapping
+
+    from pipeline.config.schema import Config
+
+
+def _parameters(config: Config) -> Mapping[str, Any]:
+    """Everything: the manifest carries the resolved config."""
+    return config.model_dump(mode="json", exclude={"output"})
+
+
+def _run(context: StageContext) -> None:
+    from pipeline.engine.description import DESCRIPTION
+    from pipeline.release.manifest import write_manifest
+    from pipeline.triton.repository import emit_repository
+
+    folder = context.workspace.path
+    build, checkpoint = context.inputs["build"].path, built_checkpoint(context.inputs)
+    emit_repository(
+        folder,
+        config=context.config,
+        engine=build,
+        checkpoint=checkpoint,
+        network=build / NETWORK_FILE,
+        on_link=context.workspace.recognise,
+        progress=context.progress,
+    )
+    write_manifest(
+        folder,
+        config=context.config,
+        engine=json.loads((build / DESCRIPTION).read_text(encoding="utf-8")),
+        verification=json.loads((context.inputs["verify"].path / REPORT).read_text(encoding="utf-8")),
+        checkpoint_config=json.loads((checkpoint / "config.json").read_text(encoding="utf-8")),
+        progress=context.progress,
+    )
+
+
+STAGE = Stage(
+    name="package",
+    version=1,
+    run=_run,
+    inputs=("convert", "quantize", "verify", "build"),
+    parameters=_parameters,
+    libraries=("trtseek", "tritonclient", "protobuf"),
+)
