@@ -56,17 +56,16 @@ def print_fields(document: Mapping[str, Any], *, indent: int = 0) -> None:
     margin = " " * indent
     width = max((len(key) for key, value in document.items() if not _is_nested(value)), default=0)
     for key, value in document.items():
-        label = key.replace("_", " ")
         if not _is_nested(value):
-            click.echo(f"{margin}{label.ljust(width)}  {_spell(value, key)}")
+            click.echo(f"{margin}{key.ljust(width)}  {_spell(value, key)}")
             continue
-        click.secho(f"{margin}{label}", bold=True)
+        click.secho(f"{margin}{key}", bold=True)
         if isinstance(value, dict):
             print_fields(value, indent=indent + 2)
         else:
             columns = list(dict.fromkeys(name for record in value for name in record))
             rows = [[_spell(record.get(name), name) for name in columns] for record in _fold(value)]
-            print_table([[name.replace("_", " ") for name in columns], *rows], indent=indent + 2)
+            print_table([columns, *rows], indent=indent + 2)
 
 
 def _is_nested(value: Any) -> bool:

@@ -69,7 +69,7 @@ def _explain(error: BaseException, path: Path, needed: int, only_under: Path | N
 
 def _full(what: str, path: Path, needed: int) -> StoreError:
     usage = shutil.disk_usage(_existing(path))
-    need = f"; this stage has to write {needed:,} bytes in all" if needed else ""
+    need = f", {needed:,} were to be written" if needed else ""
     return StoreError(
         f"{path}: {what} ({usage.free:,} bytes free{need})",
         hint="free some space, or set `output:` to a larger disk, and run again: finished steps are kept",

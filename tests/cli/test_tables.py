@@ -16,7 +16,7 @@ def test_records_that_differ_in_a_number_share_a_row(capsys):
         "  k_pool_0 to k_pool_2  ? x 2",
         "  v_pool_0 to v_pool_2  ? x 2",
         "none           -",
-        "weights bytes  2.00 KiB",
+        "weights_bytes  2.00 KiB",
     ]
 
 

@@ -219,7 +219,7 @@ def test_full_disk_is_recognised_through_a_library_and_names_what_was_needed(tmp
         context.workspace.require(1000)
         raise RuntimeError("I/O error: No space left on device (os error 28)")
 
-    with pytest.raises(StoreError, match="this stage has to write 1,000 bytes in all"):
+    with pytest.raises(StoreError, match=r"the disk is full \([\d,]+ bytes free, 1,000 were to be written\)"):
         run(config, [dataclasses.replace(COPY, run=run_full)])
 
 
