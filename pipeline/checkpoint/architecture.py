@@ -10,20 +10,11 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Any
 
+from pipeline.checkpoint.config_values import ConfigValues
+from pipeline.checkpoint.rope_config import Rope, parse_rope
 from pipeline.errors import CheckpointError
 
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class Rope:
-    """Rotary embedding: `kind` is default, linear, dynamic, yarn or llama3; `scaling` holds the kind's own numbers."""
-
-    kind: str
-    theta: float
-    scaling: Mapping[str, float]
-    interleaved: bool  # DeepSeek-V2 rotates even/odd pairs, Llama the two halves
-
-    def get(self, key: str, default: float) -> float:
-        return self.scaling.get(key, default)
+__all__ = ["ARCHITECTURES", "Architecture", "Experts", "LatentAttention", "Rope", "parse_architecture"]
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -104,59 +95,17 @@ ARCHITECTURES: dict[str, tuple[bool, bool, bool]] = {
     "LlamaForCausalLM": (False, False, False),
     "DeepseekV2ForCausalLM": (True, True, True),
 }
-ROPE_KINDS = {
-    "default": (),
-    "linear": ("factor",),
-    "dynamic": ("factor",),
-    "yarn": ("factor",),
-    "llama3": ("factor", "low_freq_factor", "high_freq_factor", "original_max_position_embeddings"),
-}
-
-
-class _Config:
-    """Typed access to a config.json, with errors that name the file and the key."""
-
-    def __init__(self, values: Mapping[str, Any], origin: str) -> None:
-        self.values, self.origin = values, origin
-
-    def fail(self, key: str, problem: str) -> CheckpointError:
-        return CheckpointError(
-            f"{self.origin}: {key} {problem}", hint="compare the file with the model's own config.json on the hub"
-        )
-
-    def integer(self, key: str, default: int | None = None, *, minimum: int = 1) -> int:
-        value = self.values.get(key)
-        value = default if value is None else value
-        if value is None:
-            raise self.fail(key, "is missing")
-        if isinstance(value, bool) or not isinstance(value, int) or not minimum <= value < 2**31:
-            raise self.fail(key, f"must be an integer of at least {minimum}, not {value!r}")
-        return value
-
-    def number(self, key: str, default: float | None = None) -> float:
-        value = self.values.get(key)
-        value = default if value is None else value
-        if isinstance(value, bool) or not isinstance(value, (int, float)):
-            raise self.fail(key, f"must be a number, not {value!r}")
-        return float(value)
-
-    def flag(self, key: str, default: bool) -> bool:
-        value = self.values.get(key)
-        value = default if value is None else value
-        if not isinstance(value, bool):
-            raise self.fail(key, f"must be true or false, not {value!r}")
-        return value
-
-    def choice(self, key: str, default: str, allowed: tuple[str, ...]) -> str:
-        value = self.values.get(key) or default
-        if value not in allowed:
-            raise self.fail(key, f"is {value!r}; this architecture reads {', '.join(allowed)}")
-        return str(value)
+MAX_LAYERS = 1000
+MAX_EXPERTS = 4096
+DTYPES = ("float32", "float16", "bfloat16")
 
 
 def parse_architecture(config: Mapping[str, Any], origin: str = "config.json") -> Architecture:
-    """Reads a HF `config.json` (already parsed). `origin` is the file's name for messages. Raises CheckpointError."""
-    c = _Config(config, origin)
+    """Reads a HF `config.json` (already parsed). `origin` is the file's name for messages.
+
+    Raises CheckpointError for a missing, mistyped, absurd or contradicting key, and for what is not supported.
+    """
+    c = ConfigValues(config, origin)
     names = config.get("architectures")
     if not isinstance(names, list) or len(names) != 1 or not isinstance(names[0], str):
         raise c.fail("architectures", f"must list one class, not {names!r}")
@@ -168,39 +117,46 @@ def parse_architecture(config: Mapping[str, Any], origin: str = "config.json") -
         )
     is_latent, may_route, interleaved = ARCHITECTURES[name]
     hidden, heads = c.integer("hidden_size"), c.integer("num_attention_heads")
-    latent = _parse_latent(c) if is_latent else None
-    if latent is None and config.get("head_dim") is None and hidden % heads:
+    if hidden % heads:  # transformers refuses it too, even where head_dim is given
         raise c.fail("hidden_size", f"{hidden} is not a multiple of num_attention_heads {heads}")
+    latent = _parse_latent(c) if is_latent else None
     head_dim = latent.qk_head_dim if latent else c.integer("head_dim", hidden // heads)
+    rotary = ("qk_rope_head_dim", latent.qk_rope_head_dim) if latent else ("head_dim", head_dim)
+    if rotary[1] % 2:
+        raise c.fail(rotary[0], f"is {rotary[1]}; rotary embedding turns pairs, so it must be even")
     kv_heads = c.integer("num_key_value_heads", heads)
     if heads % kv_heads:
         raise c.fail("num_key_value_heads", f"{kv_heads} does not divide num_attention_heads {heads}")
-    if config.get("hidden_act", "silu") != "silu":
-        raise c.fail("hidden_act", f"is {config['hidden_act']!r}; only silu (SwiGLU) is supported")
+    c.choice("hidden_act", "silu", ("silu",))
+    layers = c.integer("num_hidden_layers", maximum=MAX_LAYERS)
     return Architecture(
         name=name,
         hidden_size=hidden,
         intermediate_size=c.integer("intermediate_size"),
-        num_layers=c.integer("num_hidden_layers"),
+        num_layers=layers,
         num_heads=heads,
         num_kv_heads=kv_heads,
         head_dim=head_dim,
         vocab_size=c.integer("vocab_size"),
-        max_position_embeddings=c.integer("max_position_embeddings"),
-        norm_eps=c.number("rms_norm_eps", 1e-6),
+        max_position_embeddings=c.integer("max_position_embeddings", maximum=2**31 - 1),
+        norm_eps=c.number("rms_norm_eps", 1e-6, minimum=0.0),
         tie_word_embeddings=c.flag("tie_word_embeddings", False),
         attention_bias=c.flag("attention_bias", False),
         mlp_bias=c.flag("mlp_bias", False),
-        dtype=c.choice("torch_dtype", str(config.get("dtype") or "float32"), ("float32", "float16", "bfloat16")),
-        rope=_parse_rope(c, interleaved),
+        dtype=c.choice("torch_dtype", c.choice("dtype", "float32", DTYPES), DTYPES),
+        rope=parse_rope(c, interleaved=interleaved),
         latent=latent,
-        experts=_parse_experts(c) if may_route and config.get("n_routed_experts") else None,
+        experts=_parse_experts(c, layers) if may_route else None,
     )
 
 
-def _parse_latent(c: _Config) -> LatentAttention:
+def _parse_latent(c: ConfigValues) -> LatentAttention:
+    if not c.flag("use_mla", True):  # DeepSeek-VL2's small language models
+        raise c.fail("use_mla", "is false; this class is read with latent attention only")
+    if "q_lora_rank" not in c.values:  # class defaults differ between implementations
+        raise c.fail("q_lora_rank", "is missing; null stands for a full-rank query projection")
     return LatentAttention(
-        q_lora_rank=c.integer("q_lora_rank") if c.values.get("q_lora_rank") is not None else None,
+        q_lora_rank=c.integer("q_lora_rank") if c.has("q_lora_rank") else None,
         kv_lora_rank=c.integer("kv_lora_rank"),
         qk_nope_head_dim=c.integer("qk_nope_head_dim"),
         qk_rope_head_dim=c.integer("qk_rope_head_dim"),
@@ -208,20 +164,24 @@ def _parse_latent(c: _Config) -> LatentAttention:
     )
 
 
-def _parse_experts(c: _Config) -> Experts:
+def _parse_experts(c: ConfigValues, layers: int) -> Experts | None:
+    first = c.integer("first_k_dense_replace", 0, minimum=0)
+    # Null means dense layers only (DeepSeek's own code); where the key is absent, implementations' defaults differ.
+    if not c.has("n_routed_experts") and ("n_routed_experts" in c.values or first >= layers):
+        return None
     experts = Experts(
-        num_routed=c.integer("n_routed_experts"),
-        num_shared=c.integer("n_shared_experts", 0, minimum=0),
-        top_k=c.integer("num_experts_per_tok"),
+        num_routed=c.integer("n_routed_experts", maximum=MAX_EXPERTS),
+        num_shared=c.integer("n_shared_experts", maximum=MAX_EXPERTS),
+        top_k=c.integer("num_experts_per_tok", maximum=MAX_EXPERTS),
         intermediate_size=c.integer("moe_intermediate_size"),
-        first_dense_layers=c.integer("first_k_dense_replace", 0, minimum=0),
+        first_dense_layers=first,
         layer_freq=c.integer("moe_layer_freq", 1),
         n_group=c.integer("n_group", 1),
         topk_group=c.integer("topk_group", 1),
         topk_method=c.choice("topk_method", "greedy", ("greedy", "group_limited_greedy")),
         scoring_func=c.choice("scoring_func", "softmax", ("softmax",)),
         norm_topk_prob=c.flag("norm_topk_prob", False),
-        routed_scaling_factor=c.number("routed_scaling_factor", 1.0),
+        routed_scaling_factor=c.number("routed_scaling_factor", 1.0, minimum=0.0),
     )
     if experts.num_routed % experts.n_group:
         raise c.fail("n_group", f"{experts.n_group} does not divide n_routed_experts {experts.num_routed}")
@@ -232,24 +192,3 @@ def _parse_experts(c: _Config) -> Experts:
     if experts.top_k > reachable:
         raise c.fail("num_experts_per_tok", f"{experts.top_k} exceeds the {reachable} experts routing can reach")
     return experts
-
-
-def _parse_rope(c: _Config, interleaved: bool) -> Rope:
-    raw = c.values.get("rope_scaling") or c.values.get("rope_parameters") or {}
-    if not isinstance(raw, Mapping):
-        raise c.fail("rope_scaling", f"must be a mapping, not {raw!r}")
-    kind = str(raw.get("rope_type") or raw.get("type") or "default")
-    if kind not in ROPE_KINDS:
-        raise c.fail("rope_scaling", f"has type {kind!r}; known types: {', '.join(ROPE_KINDS)}")
-    theta = c.number("rope_theta", float(raw.get("rope_theta", 10000.0)))
-    scaling: dict[str, float] = {}
-    for key, value in raw.items():
-        if key in ("type", "rope_type", "rope_theta"):
-            continue
-        if isinstance(value, bool) or not isinstance(value, (int, float)):
-            raise c.fail(f"rope_scaling.{key}", f"must be a number, not {value!r}")
-        scaling[key] = float(value)
-    missing = [key for key in ROPE_KINDS[kind] if key not in scaling]
-    if missing:
-        raise c.fail("rope_scaling", f"of type {kind} needs {', '.join(missing)}")
-    return Rope(kind=kind, theta=theta, scaling=scaling, interleaved=interleaved)

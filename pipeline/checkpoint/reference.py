@@ -95,10 +95,25 @@ def _load_classes(config: Mapping[str, Any]) -> tuple[Any, Any, str]:
     config_source = importlib.import_module(f"transformers.models.{package}.configuration_{package}")
     # transformers writes into the rope mapping that it is given.
     values = {key: copy.deepcopy(value) for key, value in config.items() if key not in OWN_KEYS}
+    _reject_unproven(values)
+    if "n_routed_experts" in values and values["n_routed_experts"] is None:  # dense layers only
+        values |= {"n_routed_experts": 1, "first_k_dense_replace": values["num_hidden_layers"]}
+    if "kv_lora_rank" in values:  # every query head has its own key: transformers would repeat them once more
+        values["num_key_value_heads"] = values["num_attention_heads"]
     hf_config = getattr(config_source, f"{prefix}Config")(**values)
     hf_config._attn_implementation = "eager"
     hf_config._experts_implementation = "eager"
     return module_source, hf_config, prefix
+
+
+def _reject_unproven(values: Mapping[str, Any]) -> None:
+    """Settings that DeepSeek's own code honours and transformers 5 ignores: against it they would prove nothing."""
+    for key, neutral in (("norm_topk_prob", False), ("moe_layer_freq", 1)):
+        if values.get(key) not in (None, neutral):
+            raise CheckpointError(
+                f"config.json sets {key} to {values[key]!r}, which transformers ignores for this class",
+                hint="no published DeepSeek-V2 sets it; without a reference the model cannot be proved",
+            )
 
 
 def _fuse_experts(

@@ -87,3 +87,24 @@ def test_wrong_state_is_refused_by_name(name: str, damage: str, deepseek_v2_path
         state[name] = torch.zeros(3, 5)
     with pytest.raises(CheckpointError, match=name.replace(".", r"\.")):
         build_hf_layer(config, 1, state, torch.float32)
+
+
+@pytest.mark.parametrize("changes", [{"num_key_value_heads": 1}, {"num_key_value_heads": None}])
+def test_kv_heads_mean_nothing_to_latent_attention(changes: dict[str, Any], deepseek_v2_path: Path) -> None:
+    config = json.loads((deepseek_v2_path / "config.json").read_text())
+    state = layer_state(load_all(deepseek_v2_path), 0)
+    hidden = torch.randn(1, 5, 128, generator=torch.Generator().manual_seed(0))
+    embeddings = build_hf_rotary(config)(hidden, torch.arange(5)[None])
+    outputs = [
+        build_hf_layer(c, 0, state, torch.float32)(
+            hidden, attention_mask=causal_mask(5, torch.float32), position_embeddings=embeddings
+        )
+        for c in (config, config | changes)
+    ]
+    assert torch.equal(*outputs)
+
+
+def test_null_experts_mean_dense_layers(tmp_path: Path) -> None:
+    path = fixtures.deepseek_v2(tmp_path / "m", first_k_dense_replace=3)
+    config = json.loads((path / "config.json").read_text()) | {"n_routed_experts": None, "first_k_dense_replace": 0}
+    build_hf_layer(config, 2, layer_state(load_all(path), 2), torch.float32)
