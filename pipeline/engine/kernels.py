@@ -18,6 +18,8 @@ from pipeline.engine.workspace import Buffer, Schedule, Workspace, place
 
 # The widest head for which there is a fused attention kernel; a wider latent becomes GEMM, softmax, GEMM.
 WIDEST_FUSED_HEAD = 256
+# A narrow latent is fused too, but only where this many scores (B x Q x h x K) make it worth its transposed copy.
+FUSED_LATENT_SCORES = 1 << 24
 DTYPE_BYTES = {"float32": 4, "float16": 2, "bfloat16": 2}
 _FLOAT32 = _INT32 = 4
 # Layers of a kind that are worth listing: a third one fits into the regions of the two before it.
@@ -114,7 +116,7 @@ def _latent_attention(s: _Step, residual: Buffer, normal: Buffer) -> tuple[Buffe
     t, rows, e = s.n["T"], s.n["B"] * s.n["Q"] * h, s.e
     query, row = _latent_projections(s, latent, normal)
     (absorbed,) = s.plan.gemm(query, absorbed=t * h * r * e)
-    fused = width <= WIDEST_FUSED_HEAD and not s.is_generation and e < _FLOAT32
+    fused = width <= WIDEST_FUSED_HEAD and rows * s.n["K"] >= FUSED_LATENT_SCORES and e < _FLOAT32
     folded, *made = s.plan.kernel(
         absorbed,
         row,

@@ -203,17 +203,15 @@ def _lengths(longest: int) -> list[int]:
 
 
 def _count_tensors(architecture: Architecture) -> Iterator[tuple[Mapping, int]]:
-    """One tensor of every kind with how many there are: the layout of one dense and one routed layer of one expert."""
-    experts = replace(architecture.experts, num_routed=1) if architecture.experts else None
+    """One tensor of every kind with how many there are: the layout of one dense and one routed layer, one expert."""
     layers = range(architecture.num_layers)
     for routed in (False, True):
         alike = [layer for layer in layers if architecture.is_routed(layer) == routed]
         if alike:
-            layout = layout_for(replace(architecture, num_layers=alike[0] + 1, experts=experts))
-            for mapping in layout.layer_mappings(alike[0]):
-                if not mapping.optional:
+            for mapping in layout_for(replace(architecture, num_layers=alike[0] + 1)).layer_mappings(alike[0]):
+                if not mapping.optional and not mapping.expert:
                     yield mapping, len(alike) * len(_experts_like(architecture, mapping))
-    for mapping in layout_for(replace(architecture, num_layers=1, experts=experts)).mappings():
+    for mapping in layout_for(replace(architecture, num_layers=1)).mappings():
         if mapping.layer is None:
             yield mapping, 1
 

@@ -79,12 +79,12 @@ def run(request: dict[str, Any], log: IO[str], events: Events) -> None:
     events.send("phase", item="lay out the network", total=1, unit="networks")
     try:
         built = _find_factory(request["factory"])(trt, network, spec, source.architecture, source)
+        digest = read_network(built).digest()
     except TrtseekError:
         raise
-    except Exception as error:
+    except Exception as error:  # the bindings raise whatever they like once TensorRT has refused a layer
         log.write(traceback.format_exc())
         raise _refusal(network, [*errors, f"{type(error).__name__}: {error}"]) from error
-    digest = read_network(built).digest()
     events.send("advance", amount=1)
     ports = network_inputs(source.architecture, spec)
     config = _configure(trt, backend, builder, request["sm"], limits, ports, events)
@@ -107,7 +107,10 @@ def _configure(
         profile = builder.create_optimization_profile()
         for name, (minimum, optimum, maximum) in limit.shapes(ports).items():
             profile.set_shape(name, minimum, optimum, maximum)
-        config.add_optimization_profile(profile)
+        if config.add_optimization_profile(profile) < 0:
+            raise BuildError(
+                f"TensorRT refuses the optimization profile {limit.name}", hint="see the build log, and stages.build"
+            )
     return config
 
 

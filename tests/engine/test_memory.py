@@ -1,0 +1,158 @@
+from __future__ import annotations
+
+import math
+import subprocess
+import sys
+import time
+from typing import Any
+
+import pytest
+
+from pipeline.checkpoint.architecture import Architecture, parse_architecture
+from pipeline.checkpoint.layouts import layout_for
+from pipeline.engine.limits import BuildLimits, Rectangle
+from pipeline.engine.memory import Int4Rules, estimate_weights, fit_batches, plan_memory
+from tests.fixtures import LLAMA_CONFIG, V2_CONFIG
+
+# https://huggingface.co/deepseek-ai/deepseek-llm-7b-base
+LLM_7B = parse_architecture(
+    LLAMA_CONFIG
+    | {
+        "hidden_size": 4096,
+        "intermediate_size": 11008,
+        "max_position_embeddings": 4096,
+        "num_attention_heads": 32,
+        "num_hidden_layers": 30,
+        "num_key_value_heads": 32,
+        "vocab_size": 102400,
+    }
+)
+# DeepSeek-V3's sizes, in V2's architecture: 61 layers, 256 experts.
+V3_SIZES: dict[str, Any] = V2_CONFIG | {
+    "first_k_dense_replace": 3,
+    "hidden_size": 7168,
+    "intermediate_size": 18432,
+    "kv_lora_rank": 512,
+    "max_position_embeddings": 163840,
+    "moe_intermediate_size": 2048,
+    "n_group": 8,
+    "n_routed_experts": 256,
+    "n_shared_experts": 1,
+    "num_attention_heads": 128,
+    "num_experts_per_tok": 8,
+    "num_hidden_layers": 61,
+    "num_key_value_heads": 128,
+    "q_lora_rank": 1536,
+    "qk_nope_head_dim": 128,
+    "qk_rope_head_dim": 64,
+    "topk_group": 4,
+    "v_head_dim": 128,
+    "vocab_size": 129280,
+}
+ROLES = ("experts", "shared_experts", "mlp", "attention_output")
+
+
+def limits(batch: int, length: int, **changes: Any) -> BuildLimits:
+    values: dict[str, Any] = {
+        "max_seq_len": length,
+        "max_batch_size": batch,
+        "max_num_tokens": 1024,
+        "generation": (Rectangle(batch=batch, length=length),),
+        "max_blocks": batch * math.ceil(length / 64) + 1,
+    }
+    return BuildLimits(**values | changes)
+
+
+def count_bytes(architecture: Architecture, e: int, rules: Int4Rules | None = None, without: str = "") -> int:
+    """The weights, tensor by tensor."""
+    total = 0
+    for mapping in layout_for(architecture).mappings():
+        elements = math.prod(mapping.target_shape)
+        group = rules.pick_group(mapping.role, mapping.target_shape) if rules else None
+        if mapping.optional:
+            continue
+        if group and not (without and mapping.target.startswith(without)):
+            total += elements // 2 + elements // group * e
+        else:
+            total += elements * (4 if mapping.role == "router" else e)
+    return total
+
+
+def test_weights_of_a_published_model() -> None:
+    """DeepSeek-LLM 7B has 6.91 billion parameters (arXiv 2401.02954 counts 7B; its model card's size, 13.8 GB)."""
+    assert round(estimate_weights(LLM_7B, dtype="bfloat16", max_seq_len=1) / 2e9, 2) == 6.91
+
+
+def test_kinds_of_layers_add_up_to_all_tensors() -> None:
+    architecture = parse_architecture(V2_CONFIG | {"num_hidden_layers": 5})
+    tables = 256 * 16 * 4
+    rules = Int4Rules(include=ROLES, group_size=128)
+    assert estimate_weights(architecture, dtype="float16", max_seq_len=256) == count_bytes(architecture, 2) + tables
+    assert (
+        estimate_weights(architecture, dtype="float16", max_seq_len=256, int4=rules)
+        == count_bytes(architecture, 2, rules) + tables
+    )
+    excluding = Int4Rules(include=ROLES, exclude=("transformer.layers.3.*",), group_size=128)
+    assert (
+        estimate_weights(architecture, dtype="float16", max_seq_len=256, int4=excluding)
+        == count_bytes(architecture, 2, rules, "transformer.layers.3.") + tables
+    )
+
+
+def test_groups() -> None:
+    rules = Int4Rules(include=("mlp",), group_size=128)
+    assert rules.pick_group("mlp", (8, 256)) == 128
+    assert rules.pick_group("mlp", (8, 10944)) == 64  # DeepSeek-V2-Lite's dense layer
+    assert rules.pick_group("mlp", (8, 100)) is None
+    assert rules.pick_group("mlp", (7, 256)) is None
+    assert rules.pick_group("router", (8, 256)) is None
+    assert Int4Rules(include=("mlp",), group_size=32).pick_group("mlp", (8, 256)) == 32
+
+
+def test_kv_cache() -> None:
+    plan = plan_memory(LLM_7B, dtype="float16", limits=limits(4, 4096))
+    assert plan.kv_bytes_per_token == 2 * 30 * 32 * 128 * 2  # K and V, layers, heads, head size, bytes
+    assert plan.kv_bytes_per_block == 64 * plan.kv_bytes_per_token
+    assert plan.pool_bytes == (4 * 64 + 1) * plan.kv_bytes_per_block
+    latent = plan_memory(parse_architecture(V3_SIZES), dtype="bfloat16", limits=limits(4, 4096))
+    assert latent.kv_bytes_per_token == 61 * 576 * 2
+
+
+@pytest.mark.parametrize("gpu_gib", [24, 80])
+def test_the_largest_batch_fits_and_one_more_does_not(gpu_gib: int) -> None:
+    available, rules = gpu_gib << 30, Int4Rules(include=ROLES)
+    fits = fit_batches(LLM_7B, gpu_bytes=available, dtype="float16", limits=limits(4, 4096), int4=rules)
+    assert [fit.length for fit in fits] == [1024, 2048, 4096]
+    weights = plan_memory(LLM_7B, dtype="float16", limits=limits(4, 4096), int4=rules).weights_bytes
+    for fit in fits:
+        assert fit.batch > 4
+
+        def needed(batch: int, length: int = fit.length) -> int:
+            # The context phase stays at the limits' 4 sequences: an extra rectangle, not measured here.
+            plan = plan_memory(LLM_7B, dtype="float16", limits=limits(batch, length), int4=rules)
+            generation = plan.workspaces[1][1].nbytes
+            small = plan_memory(LLM_7B, dtype="float16", limits=limits(4, length, max_chunk=1024 * 2 // batch or 1))
+            workspace = max(generation, small.workspaces[0][1].nbytes)
+            return plan.total_bytes - plan.workspace_bytes + workspace + weights - plan.weights_bytes
+
+        assert needed(fit.batch) <= available < needed(fit.batch + 1)
+
+
+def test_too_small_a_gpu_fits_nothing() -> None:
+    fits = fit_batches(LLM_7B, gpu_bytes=8 << 30, dtype="float16", limits=limits(1, 4096))
+    assert {fit.batch for fit in fits} == {0}
+
+
+def test_as_fast_for_ninety_thousand_tensors() -> None:
+    architecture = parse_architecture(V3_SIZES)
+    rules = Int4Rules(include=ROLES, exclude=("transformer.layers.60.*",))
+    began = time.process_time()
+    plan_memory(architecture, dtype="bfloat16", limits=limits(16, 32768), int4=rules)
+    fit_batches(architecture, gpu_bytes=640 << 30, dtype="bfloat16", limits=limits(16, 32768), int4=rules)
+    assert time.process_time() - began < 0.5
+
+
+def test_needs_no_torch() -> None:
+    code = "import sys, pipeline.engine.memory; print('torch' in sys.modules, 'tensorrt_rtx' in sys.modules)"
+    output = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True).stdout
+    assert output.split() == ["False", "False"]
