@@ -49,7 +49,7 @@ bench: $(READY) ## measure everything that benchmarks/RESULTS.md records
 	$(BIN)/python -m benchmarks.build
 
 lock: $(READY) ## write requirements.lock from what is installed in .venv
-	$(BIN)/pip freeze --exclude-editable | sed 's/+cpu$$//' > requirements.lock
+	{ head -1 requirements.lock; $(BIN)/pip freeze --exclude-editable | sed "s/+cpu$$//"; } > requirements.new && mv requirements.new requirements.lock
 
 clean: ## remove what runs produced (out/); keeps .venv
 	rm -rf out .pytest_cache .mypy_cache .ruff_cache
