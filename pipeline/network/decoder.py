@@ -42,7 +42,7 @@ BLOCKS: dict[str, Blocks] = {
 def write_decoder(g: Graph, architecture: Architecture, spec: NetworkSpec, weights: Weights) -> None:
     """Fills the graph's network: inputs and outputs as `inputs` declares them for this architecture and slice."""
     first, last = spec.layer_range(architecture)
-    step = {port.name: g.input(port.name, port.dtype, port.shape) for port in inputs.network_inputs(architecture, spec)}
+    step = {port.name: g.input(port) for port in inputs.network_inputs(architecture, spec)}
     blocks = BLOCKS[architecture.name]
     context = Context(
         architecture=architecture,
@@ -73,7 +73,7 @@ def _layer(g: Graph, context: Context, blocks: Blocks, layer: int, x: Tensor) ->
     if a.is_routed(layer):
         y = routed_mlp(g.at("mlp"), context, normal)
     else:
-        y = gated_mlp(g.at("mlp"), weights, normal, a.hidden_size, a.intermediate_size)
+        y = gated_mlp(g.at("mlp"), weights, normal, a.hidden_size, a.intermediate_size, bias=a.mlp_bias)
     return g.sum("output", x, y)
 
 

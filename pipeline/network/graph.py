@@ -15,6 +15,7 @@ import numpy.typing as npt
 
 from pipeline.checkpoint.tensors import DTYPES, RawTensor
 from pipeline.errors import BuildError
+from pipeline.network.inputs import Port
 
 Tensor = Any  # trt.ITensor: the bindings have no types
 # safetensors type -> TensorRT's attribute
@@ -44,8 +45,13 @@ class Graph:
         """A type of `program.TensorSpec`'s spelling as TensorRT's."""
         return getattr(self.trt, dtype)
 
-    def input(self, name: str, dtype: str, shape: Sequence[int]) -> Tensor:
-        return self._register(name, self.network.add_input(name, self.type(dtype), tuple(shape)))
+    def input(self, port: Port) -> Tensor:
+        """A network input. Sizes of one name are declared equal, which saves the compiler kernels and checks."""
+        tensor = self.network.add_input(port.name, self.type(port.dtype), port.shape)
+        for dim, axis in enumerate(port.axes):
+            if isinstance(axis, str):
+                tensor.set_dimension_name(dim, axis)
+        return self._register(port.name, tensor)
 
     def output(self, name: str, tensor: Tensor) -> None:
         """Marks a network output under `name`. For a tensor that already has its place's name, write `identity`."""

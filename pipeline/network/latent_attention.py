@@ -50,13 +50,14 @@ def latent_attention(g: Graph, context: Context, layer: int, x: Tensor) -> Tenso
     packed = at.gather("packed", content, context.inputs[inputs.UNPAD_INDEX.name])
     by_head = at.matmul("by_head", at.reshape("content_by_head", packed, first=(1, 0, 2)), value_weight, transpose=True)
     merged = at.reshape("merged", by_head, (-1, h * v), first=(1, 0, 2))
-    return linear(g, context.weights, "dense", merged, a.hidden_size, h * v)
+    return linear(g, context.weights, "dense", merged, a.hidden_size, h * v, bias=a.attention_bias)
 
 
 def _latent_row(g: Graph, context: Context, latent: LatentAttention, x: Tensor) -> Tensor:
     """[T, 1, R+P]: what the cache keeps of each token, the normalized compressed KV and the rotated key."""
     r, p = latent.kv_lora_rank, latent.qk_rope_head_dim
-    compressed = linear(g, context.weights, "kv_a_proj_with_mqa", x, r + p, context.architecture.hidden_size)
+    a = context.architecture
+    compressed = linear(g, context.weights, "kv_a_proj_with_mqa", x, r + p, a.hidden_size, bias=a.attention_bias)
     at = g.at("latent")
     content = at.slice("content", compressed, 1, 0, r)
     content = rms_norm(g, context.weights, "kv_a_layernorm", content, r, LATENT_NORM_EPS)
@@ -70,11 +71,11 @@ def _queries(g: Graph, context: Context, latent: LatentAttention, x: Tensor, key
     a, weights = context.architecture, context.weights
     h, n, p, rank = a.num_heads, latent.qk_nope_head_dim, latent.qk_rope_head_dim, latent.q_lora_rank
     if rank is None:
-        q = linear(g, weights, "q_proj", x, h * (n + p), a.hidden_size)
+        q = linear(g, weights, "q_proj", x, h * (n + p), a.hidden_size, bias=False)
     else:
-        q = linear(g, weights, "q_a_proj", x, rank, a.hidden_size)
+        q = linear(g, weights, "q_a_proj", x, rank, a.hidden_size, bias=a.attention_bias)
         q = rms_norm(g, weights, "q_a_layernorm", q, rank, LATENT_NORM_EPS)
-        q = linear(g, weights, "q_b_proj", q, h * (n + p), rank)
+        q = linear(g, weights, "q_b_proj", q, h * (n + p), rank, bias=False)
     at = g.at("query")
     heads = at.reshape("heads", q, (-1, h, n + p))
     by_head = at.reshape("content_by_head", at.slice("content", heads, 2, 0, n), first=(1, 0, 2))

@@ -15,8 +15,10 @@ def checkpoint_name(g: Graph, name: str) -> str:
     return f"transformer.{g.prefix}{name}"
 
 
-def linear(g: Graph, weights: Weights, name: str, x: Tensor, out_features: int, in_features: int) -> Tensor:
-    """x [T, in] → [T, out] in the model's type, with the checkpoint's bias where it has one.
+def linear(
+    g: Graph, weights: Weights, name: str, x: Tensor, out_features: int, in_features: int, *, bias: bool
+) -> Tensor:
+    """x [T, in] → [T, out] in the model's type. Raises CheckpointError where the checkpoint has a bias and should not.
 
     INT4: the constant is [in, out] with one scale per `group` inputs, the form whose dequantization TensorRT fuses into
     the GEMM, and the input is first multiplied by AWQ's scale where that was not folded (arXiv 2306.00978, §3.2).
@@ -33,11 +35,12 @@ def linear(g: Graph, weights: Weights, name: str, x: Tensor, out_features: int, 
     else:
         weight = at.constant("weight", weights.read(f"{base}.weight", (out_features, in_features)))
     transpose = not weights.is_int4(base)
-    if not weights.has(f"{base}.bias"):
+    if not bias:
+        weights.forbid(f"{base}.bias")
         return g.matmul(name, x, weight, transpose=transpose)
     y = at.matmul("product", x, weight, transpose=transpose)
-    bias = at.constant("bias", weights.read(f"{base}.bias", (out_features,)), (1, out_features))
-    return g.sum(name, y, bias)
+    offset = at.constant("bias", weights.read(f"{base}.bias", (out_features,)), (1, out_features))
+    return g.sum(name, y, offset)
 
 
 def linear_float32(g: Graph, weights: Weights, name: str, x: Tensor, out_features: int, in_features: int) -> Tensor:

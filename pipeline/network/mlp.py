@@ -7,11 +7,11 @@ from pipeline.network.linear import linear
 from pipeline.network.weights import Weights
 
 
-def gated_mlp(g: Graph, weights: Weights, x: Tensor, hidden_size: int, intermediate_size: int) -> Tensor:
+def gated_mlp(g: Graph, weights: Weights, x: Tensor, hidden_size: int, intermediate_size: int, *, bias: bool) -> Tensor:
     """x [T, H] → [T, H]. The checkpoint's names are TensorRT-LLM's: `fc` is HF's gate_proj, `gate` its up_proj."""
-    gate = linear(g, weights, "fc", x, intermediate_size, hidden_size)
-    up = linear(g, weights, "gate", x, intermediate_size, hidden_size)
-    return linear(g, weights, "proj", swiglu(g, gate, up), hidden_size, intermediate_size)
+    gate = linear(g, weights, "fc", x, intermediate_size, hidden_size, bias=bias)
+    up = linear(g, weights, "gate", x, intermediate_size, hidden_size, bias=bias)
+    return linear(g, weights, "proj", swiglu(g, gate, up), hidden_size, intermediate_size, bias=bias)
 
 
 def swiglu(g: Graph, gate: Tensor, up: Tensor) -> Tensor:

@@ -47,7 +47,9 @@ def routed_mlp(g: Graph, context: Context, x: Tensor) -> Tensor:
     routed = at.cast("sum", wide, g.dtype)
     if not experts.num_shared:
         return routed
-    shared = gated_mlp(g.at("shared_expert"), context.weights, x, a.hidden_size, width * experts.num_shared)
+    shared = gated_mlp(
+        g.at("shared_expert"), context.weights, x, a.hidden_size, width * experts.num_shared, bias=a.mlp_bias
+    )
     return g.sum("sum", routed, shared)
 
 

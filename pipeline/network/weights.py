@@ -39,6 +39,14 @@ class Weights:
     def has(self, name: str) -> bool:
         return name in self.source.tensors
 
+    def forbid(self, name: str) -> None:
+        """Raises CheckpointError if the tensor is there: the network would silently leave it out."""
+        if self.has(name):
+            raise CheckpointError(
+                f"tensor {name} is there, but config.json says that the layer has none",
+                hint="config.json and the tensors are of different models",
+            )
+
     def is_int4(self, base: str) -> bool:
         return self.has(f"{base}.weights_scaling_factor")
 

@@ -8,6 +8,9 @@ import pytest
 from pipeline.checkpoint.tensors import RawTensor
 from pipeline.errors import BuildError
 from pipeline.network.graph import Graph
+from pipeline.network.inputs import Port
+
+X = Port(name="x", dtype="float16", axes=("T", 8), meaning="")
 
 
 @pytest.fixture
@@ -19,20 +22,20 @@ def graph() -> Graph:
 
 
 def test_names_are_below_the_place(graph: Graph) -> None:
-    x = graph.input("x", "float16", (-1, 8))
+    x = graph.input(X)
     assert graph.at("layers.3").at("mlp").unary("negated", x, "NEG").name == "layers.3.mlp.negated"
     assert graph.network.get_layer(0).name == "layers.3.mlp.negated"
 
 
 def test_a_name_is_used_once(graph: Graph) -> None:
-    x = graph.input("x", "float16", (-1, 8))
+    x = graph.input(X)
     graph.unary("negated", x, "NEG")
     with pytest.raises(ValueError, match="two tensors are named negated"):
         graph.unary("negated", x, "ABS")
 
 
 def test_an_output_gives_up_its_place(graph: Graph) -> None:
-    x = graph.input("x", "float16", (-1, 8))
+    x = graph.input(X)
     graph.output("y", graph.unary("negated", x, "NEG"))
     graph.unary("negated", x, "ABS")
     assert graph.network.get_output(0).name == "y"
@@ -47,12 +50,13 @@ def test_a_constant_keeps_its_memory_and_its_own_shape(graph: Graph) -> None:
 
 
 def test_a_cast_to_the_same_type_is_no_layer(graph: Graph) -> None:
-    x = graph.input("x", "float16", (-1, 8))
+    x = graph.input(X)
     assert graph.cast("same", x, "float16") is x
     assert graph.network.num_layers == 0
 
 
 def test_what_tensorrt_refuses_is_named(graph: Graph) -> None:
-    x, y = graph.input("x", "float16", (4, 8)), graph.input("y", "float16", (5, 8, 1))
+    x = graph.input(X)
+    y = graph.input(Port(name="y", dtype="float16", axes=(5, 8, 1), meaning=""))
     with pytest.raises(BuildError, match=r"TensorRT refused layer layers\.0\.total"):
         graph.at("layers.0").sum("total", x, y)

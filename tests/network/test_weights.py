@@ -56,6 +56,13 @@ def test_a_tensor_of_another_type(v2: models.Model) -> None:
     assert message == "tensor transformer.ln_f.weight is BF16, a float16 network takes F16"
 
 
+def test_a_bias_that_config_denies(v2: models.Model) -> None:
+    name = "transformer.layers.0.mlp.fc.bias"
+    bias = RawTensor.from_torch(torch.ones(256, dtype=torch.float16))
+    message = _refusal(v2, CheckpointError, **{name: bias})
+    assert message == f"tensor {name} is there, but config.json says that the layer has none"
+
+
 def test_a_router_may_be_stored_in_float32(v2: models.Model) -> None:
     name = "transformer.layers.1.mlp.router.weight"
     wide = RawTensor.from_torch(v2.source.raw[name].to_torch().float())
