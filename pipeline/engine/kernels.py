@@ -20,6 +20,8 @@ from pipeline.engine.workspace import Buffer, Schedule, Workspace, place
 WIDEST_FUSED_HEAD = 256
 # A narrow latent is fused too, but only where this many scores (B x Q x h x K) make it worth its transposed copy.
 FUSED_LATENT_SCORES = 1 << 24
+# A GEMM of this many multiply-adds is given a stream of its own where something can run beside it.
+FORKED_GEMM = 1 << 23
 DTYPE_BYTES = {"float32": 4, "float16": 2, "bfloat16": 2}
 _FLOAT32 = _INT32 = 4
 # Layers of a kind that are worth listing: a third one fits into the regions of the two before it.
@@ -109,23 +111,13 @@ def _grouped_attention(s: _Step, residual: Buffer, normal: Buffer) -> tuple[Buff
 
 
 def _latent_attention(s: _Step, residual: Buffer, normal: Buffer) -> tuple[Buffer, ...]:
-    latent = s.a.latent
-    if latent is None:
-        raise TypeError(f"{s.a.name} has no latent attention")
-    h, r, width = s.a.num_heads, latent.kv_lora_rank, latent.latent_dim
-    t, rows, e = s.n["T"], s.n["B"] * s.n["Q"] * h, s.e
-    query, row = _latent_projections(s, latent, normal)
-    (absorbed,) = s.plan.gemm(query, absorbed=t * h * r * e)
-    fused = width <= WIDEST_FUSED_HEAD and rows * s.n["K"] >= FUSED_LATENT_SCORES and e < _FLOAT32
-    folded, *made = s.plan.kernel(
-        absorbed,
-        row,
-        query_padded=rows * width * e,
-        **(_make_shared(s, mask_rows=h, rotary=latent.qk_rope_head_dim) if fused else {}),
-    )
-    s.shared = s.shared or tuple(made)
-    out = (_fused_latent if fused else _decomposed_latent)(s, folded, width, rows)
-    (packed,) = s.plan.kernel(out, packed=t * h * r * e)
+    latent = _latent(s)
+    h, t, e = s.a.num_heads, s.n["T"], s.e
+    scores = s.n["B"] * s.n["Q"] * h * s.n["K"]
+    fused = latent.latent_dim <= WIDEST_FUSED_HEAD and scores >= FUSED_LATENT_SCORES and e < _FLOAT32
+    content, rotary = _latent_projections(s, latent, normal)
+    out = (_fused_latent if fused else _decomposed_latent)(s, latent, content, rotary)
+    (packed,) = s.plan.kernel(out, packed=t * h * latent.kv_lora_rank * e)
     (values,) = s.plan.gemm(packed, values=t * h * latent.v_head_dim * e)
     (merged,) = s.plan.kernel(values, merged=t * h * latent.v_head_dim * e)
     (dense,) = s.plan.gemm(merged, dense=s.hidden)
@@ -150,29 +142,38 @@ def _latent_projections(s: _Step, latent: LatentAttention, normal: Buffer) -> tu
     return content, row
 
 
-def _fused_latent(s: _Step, query: Buffer, width: int, rows: int) -> Buffer:
+def _fused_latent(s: _Step, latent: LatentAttention, content: Buffer, rotary: Buffer) -> Buffer:
     """One attention kernel, which wants the gathered latent and its transpose."""
-    pages = s.n["B"] * s.n["K"] * width * s.e
-    made = s.plan.kernel(gathered_latent=pages, gathered_latent_transposed=pages)
-    (out,) = s.plan.kernel(query, *made, *s.shared, attention=rows * width * s.e)
+    h, width = s.a.num_heads, latent.latent_dim
+    rows, pages = s.n["B"] * s.n["Q"] * h * width * s.e, s.n["B"] * s.n["K"] * width * s.e
+    (absorbed,) = s.plan.gemm(content, absorbed=s.n["T"] * h * latent.kv_lora_rank * s.e)
+    shared = _make_shared(s, mask_rows=h, rotary=latent.qk_rope_head_dim)
+    query, *made = s.plan.kernel(absorbed, rotary, query=rows, **shared)
+    s.shared = s.shared or tuple(made)
+    both = s.plan.kernel(gathered_latent=pages, gathered_latent_transposed=pages)
+    (out,) = s.plan.kernel(query, *both, *s.shared, attention=rows)
     return out
 
 
-def _decomposed_latent(s: _Step, query: Buffer, width: int, rows: int) -> Buffer:
+def _decomposed_latent(s: _Step, latent: LatentAttention, content: Buffer, rotary: Buffer) -> Buffer:
     """Two GEMMs around a softmax. K is padded for them by copying, since a dynamic size may be any number."""
-    pages, scores = s.n["B"] * s.n["K"] * width * s.e, rows * s.n["K"] * s.e
+    h, r, width, t, e = s.a.num_heads, latent.kv_lora_rank, latent.latent_dim, s.n["T"], s.e
+    pages, rows = s.n["B"] * s.n["K"] * width * e, s.n["B"] * s.n["Q"] * h
+    if h * t * latent.qk_nope_head_dim * r >= FORKED_GEMM:
+        s.plan.fork()
     gathered, values = s.plan.kernel(gathered_latent=pages, gathered_latent_padded=pages)
     (turned,) = s.plan.kernel(gathered, gathered_latent_transposed=pages)
     (keys,) = s.plan.kernel(turned, gathered_latent_transposed_padded=pages)
-    (raw,) = s.plan.gemm(query, keys, scores=scores)
-    latent = s.a.latent
-    rotary = latent.qk_rope_head_dim if latent else 0
-    soft, *made = s.plan.kernel(
-        raw, *s.shared, probabilities=scores, **_make_shared(s, mask_rows=s.a.num_heads, rotary=rotary)
-    )
+    s.plan.next_stream()
+    (absorbed,) = s.plan.gemm(content, absorbed=t * h * r * e)
+    s.plan.join()
+    (query,) = s.plan.kernel(absorbed, rotary, query=rows * width * e)
+    (raw,) = s.plan.gemm(query, keys, scores=rows * s.n["K"] * e)
+    shared = _make_shared(s, mask_rows=h, rotary=latent.qk_rope_head_dim)
+    soft, *made = s.plan.kernel(raw, *s.shared, probabilities=rows * s.n["K"] * e, **shared)
     s.shared = s.shared or tuple(made)
-    (padded,) = s.plan.kernel(soft, probabilities_padded=scores)
-    (out,) = s.plan.gemm(padded, values, attention=rows * width * s.e)
+    (padded,) = s.plan.kernel(soft, probabilities_padded=rows * s.n["K"] * e)
+    (out,) = s.plan.gemm(padded, values, attention=rows * width * e)
     return out
 
 
@@ -189,12 +190,12 @@ def _gated_mlp(s: _Step, normal: Buffer, width: int) -> Buffer:
 
 
 def _routed_dense(s: _Step, residual: Buffer, normal: Buffer) -> tuple[Buffer, ...]:
-    """Every expert on every row, E x T of them. In the context phase the router runs beside them on its own stream."""
+    """Every expert on every row, E x T of them; the router beside them on a stream of its own where that is work."""
     experts = _experts(s)
     t, width, count = s.n["T"], experts.intermediate_size, experts.num_routed
     wide = t * s.a.hidden_size * _FLOAT32
     router_input, experts_input = s.plan.kernel(normal, router_input_float32=wide, experts_input=s.hidden)
-    if not s.is_generation:
+    if count * t * s.a.hidden_size * 2 * width >= FORKED_GEMM:
         s.plan.fork()
     (one_hot,) = s.plan.gemm(router_input, one_hot=t * experts.top_k * count * _FLOAT32)
     s.plan.next_stream()
@@ -229,6 +230,12 @@ def _routed_gather(s: _Step, residual: Buffer, normal: Buffer) -> tuple[Buffer, 
     (gated,) = s.plan.kernel(gate, up, experts_gated=pairs * width * e)
     (down,) = s.plan.gemm(gated, weights, experts_down=experts.top_k * s.hidden)
     return _add_norm(s, residual, down, *shared)
+
+
+def _latent(s: _Step) -> LatentAttention:
+    if s.a.latent is None:
+        raise TypeError(f"{s.a.name} has no latent attention")
+    return s.a.latent
 
 
 def _experts(s: _Step) -> Experts:

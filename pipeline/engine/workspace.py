@@ -85,8 +85,17 @@ class Workspace:
 class _Region:
     name: str
     nbytes: int
-    life: int = 0  # steps at which something in it is alive
-    beside: int = 0  # steps of the streams that run beside one of its buffers' own
+    life: int = 0  # a bit for each step at which something in it is alive
+    born: int = 0  # … at which something in it is made
+    beside: int = 0  # … of the streams that run beside those of its buffers
+
+    def is_free(self, buffer: Buffer, beside: int) -> bool:
+        return not (buffer.life & self.life or 1 << buffer.born & self.beside or beside & self.born)
+
+    def take(self, buffer: Buffer, beside: int) -> None:
+        self.life |= buffer.life
+        self.born |= 1 << buffer.born
+        self.beside |= beside
 
 
 def place(buffers: Iterable[Buffer]) -> Workspace:
@@ -95,15 +104,12 @@ def place(buffers: Iterable[Buffer]) -> Workspace:
     beside = _steps_beside(buffers)
     regions: list[_Region] = []
     for buffer in buffers:
-        life, other = buffer.life, beside.get(buffer.stream, 0)
-        for region in regions:
-            if not (life & (region.life | region.beside) or other & region.life):
-                break
-        else:
+        others = beside.get(buffer.stream, 0)
+        region = next((region for region in regions if region.is_free(buffer, others)), None)
+        if region is None:
             region = _Region(name=buffer.name, nbytes=_align(buffer.nbytes, _ALIGNMENT))
             regions.append(region)
-        region.life |= life
-        region.beside |= other
+        region.take(buffer, others)
     terms = tuple((region.name, region.nbytes) for region in regions)
     return Workspace(nbytes=_align(sum(nbytes for _, nbytes in terms), GRANULE), terms=terms)
 
