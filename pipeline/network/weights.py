@@ -12,7 +12,7 @@ from pipeline.checkpoint.tensors import RawTensor, TensorSource
 from pipeline.errors import CheckpointError, CompatibilityError
 
 SAFETENSORS_TYPES = {"float32": "F32", "float16": "F16", "bfloat16": "BF16"}
-_TILE = 512  # rows of a transposition that stay in the cache
+_TILE = 16  # rows transposed at a time: the columns written stay in the cache until their lines are full
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
