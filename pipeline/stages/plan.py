@@ -17,6 +17,7 @@ if TYPE_CHECKING:
     from pipeline.stages.graph import Selection, Stage
     from pipeline.stages.store import Finding, Store
 
+NOT_MADE = "not made yet"
 State = Literal["cached", "run", "undetermined", "skipped"]
 
 
@@ -75,7 +76,8 @@ def _plan_stage(
     elif finding.artifact is None:
         reasons = explain_run(stage.name, found, finding, previous)
         if steps := store.count_finished_steps(stage.name, found.digest):
-            reasons.append(f"goes on after {steps} finished steps")
+            begun = [reason for reason in reasons if reason != NOT_MADE]
+            reasons = [*begun, f"goes on after {steps} finished step{'s' if steps > 1 else ''} of a killed run"]
     elif remade := [name for name in stage.inputs if name in redone]:
         reasons = [f"{name} will be made again" for name in remade]
     else:
@@ -91,7 +93,7 @@ def explain_run(stage: str, found: Fingerprint, finding: Finding, previous: Mapp
         return [finding.reason]
     last = previous.get(stage)
     if last is None:
-        return ["not made yet"]
+        return [NOT_MADE]
     if last["fingerprint"] != found.digest:
         return explain_change(last["record"], found.record)
     if last["state"] in ("failed", "stopped"):
