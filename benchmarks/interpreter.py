@@ -1,6 +1,7 @@
 """Interpreter against transformers: greedy generation of a ~100M Llama of random weights, bf16, on the CPU.
 
     python -m benchmarks.interpreter            # exit status 1 where a bar is missed
+    python -m benchmarks.interpreter --int4     # the same model's linears in INT4, mode "fast", still against bf16
 
 Both sides run the same weights and prompts in one process, round after round in turn, so that a machine's other load
 meets both; a round's ratio is transformers' time over the interpreter's, and the median over the rounds is held against
@@ -23,12 +24,15 @@ import torch
 from pipeline.checkpoint.architecture import parse_architecture
 from pipeline.checkpoint.layouts import layout_for
 from pipeline.checkpoint.tensors import RawTensor, TensorInfo
+from pipeline.interpreter.numerics import Mode
 from pipeline.network.program import Program
+from pipeline.quantization.int4 import pack, quantize
 from pipeline.runtime.generation import generate
 from pipeline.runtime.runner import InterpreterRunner
 
 BLOCK_SIZE = 64
-BARS = {1: 1.0, 8: 1.2}  # batch -> lowest ratio
+BARS = {"bf16": {1: 1.0, 8: 1.2}, "int4": {1: 1.0, 8: 1.0}}  # batch -> lowest ratio
+GROUP = 128
 CONFIG: dict[str, Any] = {
     "architectures": ["LlamaForCausalLM"],
     "hidden_size": 768,
@@ -46,13 +50,20 @@ CONFIG: dict[str, Any] = {
 
 
 class EngineWeights:
-    """A hub state dict under the engine checkpoint's names, in memory."""
+    """A hub state dict under the engine checkpoint's names, in memory; with `int4`, the layers' linears rounded."""
 
-    def __init__(self, state: Mapping[str, torch.Tensor]) -> None:
+    def __init__(self, state: Mapping[str, torch.Tensor], *, int4: bool) -> None:
         self._raw: dict[str, RawTensor] = {}
         for mapping in layout_for(parse_architecture(CONFIG)).mappings():
-            if not mapping.optional or mapping.sources[0] in state:
-                target = mapping.forward([state[name] for name in mapping.sources])
+            if mapping.optional and mapping.sources[0] not in state:
+                continue
+            target = mapping.forward([state[name] for name in mapping.sources])
+            if int4 and mapping.layer is not None and target.dim() == 2:
+                q, scales = quantize(target, GROUP)
+                self._raw[mapping.target] = RawTensor.from_torch(pack(q))
+                scale_name = mapping.target.removesuffix("weight") + "weights_scaling_factor"
+                self._raw[scale_name] = RawTensor.from_torch(scales.float())
+            else:
                 self._raw[mapping.target] = RawTensor.from_torch(target)
 
     @property
@@ -72,7 +83,7 @@ def build_model() -> Any:
     return LlamaForCausalLM(config).to(torch.bfloat16).eval()
 
 
-def read_program(model: Any) -> Program:
+def read_program(model: Any, *, int4: bool) -> Program:
     import tensorrt_rtx as trt
 
     from pipeline.network.network import NetworkSpec, build_network
@@ -80,7 +91,7 @@ def read_program(model: Any) -> Program:
 
     spec = NetworkSpec(dtype="bfloat16", block_size=BLOCK_SIZE, max_seq_len=CONFIG["max_position_embeddings"])
     network = trt.Builder(trt.Logger(trt.Logger.ERROR)).create_network(0)
-    source = EngineWeights(model.state_dict())
+    source = EngineWeights(model.state_dict(), int4=int4)
     return read_network(build_network(trt, network, spec, parse_architecture(CONFIG), source))
 
 
@@ -111,13 +122,15 @@ def main() -> int:
     parser.add_argument("--new", type=int, default=64, help="tokens generated for each")
     parser.add_argument("--rounds", type=int, default=7)
     parser.add_argument("--attention", default="eager", choices=("eager", "sdpa"), help="transformers' attention")
+    parser.add_argument("--int4", action="store_true")
     options = parser.parse_args()
 
     model = build_model()
     model.set_attn_implementation(options.attention)
-    runner = InterpreterRunner(read_program(model), mode="declared")
+    mode: Mode = "fast" if options.int4 else "declared"
+    runner = InterpreterRunner(read_program(model, int4=options.int4), mode=mode)
     missed = False
-    for batch, bar in BARS.items():
+    for batch, bar in BARS["int4" if options.int4 else "bf16"].items():
         draw = torch.Generator().manual_seed(batch)
         prompts = torch.randint(CONFIG["vocab_size"], (batch, options.prompt), generator=draw).tolist()
 
@@ -133,6 +146,7 @@ def main() -> int:
         tokens = batch * options.new
         missed = missed or ratio < bar
         line = {
+            "interpreter": "int4 fast" if options.int4 else "bf16 declared",
             "batch": batch,
             "prompt": options.prompt,
             "new": options.new,

@@ -34,11 +34,15 @@ class Constants:
         spec, stored = self._program.constant_specs[name], self._program.constants[name].to_torch()
         return stored if spec.dtype == "int4" else stored.reshape(spec.shape)
 
-    def load(self, name: str) -> torch.Tensor:
-        """In the mode's type: a view of the file where that is the stored type, a new tensor otherwise."""
+    def load(self, name: str, entry: int | None = None) -> torch.Tensor:
+        """In the mode's type: a view of the file where that is the stored type, a new tensor otherwise. `entry`: only
+        that one along the first dimension, which stays."""
         spec, stored = self._program.constant_specs[name], self.stored(name)
+        shape = spec.shape
+        if entry is not None:
+            stored, shape = stored[entry : entry + 1], (1, *shape[1:])
         if spec.dtype == "int4":
-            return unpack_int4(stored, spec.shape)
+            return unpack_int4(stored, shape)
         return stored.to(self._numerics.held(spec.dtype))
 
     def is_free(self, name: str) -> bool:

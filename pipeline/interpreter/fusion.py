@@ -21,7 +21,7 @@ if TYPE_CHECKING:
 
 
 def fuse(graph: Graph, numerics: Numerics) -> Graph:
-    for rule in RULES:
+    for rule in (*FAST_RULES, *RULES) if numerics.mode == "fast" else RULES:
         graph = rewrite(graph, rule)
     return graph
 
@@ -113,6 +113,21 @@ def prepare_linear(graph: Graph, node: Node) -> list[Node] | None:
     return [replace(node, kind="linear")] if _is_constant(graph, str(node.inputs[1])) else None
 
 
+def prepare_int4_linear(graph: Graph, node: Node) -> list[Node] | None:
+    """x @ dequantize(INT4 [in, out], scales [in / group, out]): the packed weight goes to the kernel beside the
+    dequantized one, which serves where there are many rows."""
+    if not _is(node, "matrix_multiply", op0="none", op1="none") or len(graph.specs[str(node.inputs[0])].shape) != 2:
+        return None
+    dequantize = graph.maker(node.inputs[1], "dequantize")
+    if dequantize is None or not all(name in graph.constants for name in dequantize.inputs):
+        return None
+    packed, scales = (graph.specs[str(name)] for name in dequantize.inputs)
+    if packed.dtype != "int4" or len(scales.shape) != 2 or scales.shape[1] != packed.shape[1]:
+        return None
+    return [replace(node, kind="linear_int4", inputs=(*node.inputs, packed.name, scales.name))]
+
+
+FAST_RULES: tuple[Rule, ...] = (prepare_int4_linear,)
 RULES: tuple[Rule, ...] = (
     split_cache_update,
     split_rotary,

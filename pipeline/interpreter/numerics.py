@@ -2,8 +2,9 @@
 
 `exact`: every 16- and 32-bit float is held and computed in fp32, so that what is left between the program and another
 implementation in fp32 is the order of sums. `declared`: every tensor is rounded to the type the network declares for
-it, as TensorRT's strong typing does; sums still accumulate in fp32, as its kernels do. Integers, booleans and
-quantized types are the same in both.
+it, as TensorRT's strong typing does; sums still accumulate in fp32, as its kernels do. `fast`: as declared, except that
+the kernel of an INT4 linear is chosen by the number of rows, and the one for few rows rounds its input and scales to
+bf16. Integers, booleans and quantized types are the same in all.
 """
 
 from __future__ import annotations
@@ -15,7 +16,7 @@ import torch
 
 from pipeline.errors import CompatibilityError
 
-Mode = Literal["exact", "declared"]
+Mode = Literal["exact", "declared", "fast"]
 
 FLOATS = frozenset({"float32", "float16", "bfloat16"})
 # Declared type -> what holds it. INT4 values are unpacked to one byte each before anything reads them.

@@ -19,6 +19,8 @@ if TYPE_CHECKING:
 
 Values = list[Any]
 Step = Callable[[Values], None]
+# Kinds that work on each entry of a stack [E, …] by itself, when all inputs are such stacks.
+ENTRYWISE = frozenset({"cast", "dequantize"})
 NOTHING = 0  # the slot of an unconnected input: always None
 
 
@@ -98,7 +100,7 @@ class _Compiler:
         kernel = operation.compile(self.site(node))
         reads = []
         for index, name in enumerate(node.inputs):
-            if name is not None and index in operation.absorbs and self.is_resident(name):
+            if name is not None and index in operation.absorbs and (self.is_resident(name) or self.is_stack(name)):
                 reads.append(NOTHING)
             elif name in self.graph.constants and index in operation.stored:
                 reads.append(self.read(name, "stored", node.name))
@@ -119,10 +121,19 @@ class _Compiler:
 
         def prepare(index: int, form: str, nbytes: int, make: Callable[[], torch.Tensor]) -> torch.Tensor | None:
             name = str(node.inputs[index])
-            return self.constants.prepare(name, form, make) if self.constants.keeps(name, nbytes) else None
+            free = form == "plain" and name in self.graph.constants and self.constants.is_free(name)
+            if not free and not self.constants.keeps(name, nbytes):
+                return None
+            return self.constants.prepare(name, form, make, costs=not free)
+
+        def parts(index: int) -> tuple[int, Callable[[int], torch.Tensor]] | None:
+            name = str(node.inputs[index])
+            if not self.is_stack(name):
+                return None
+            return self.graph.specs[name].shape[0], lambda entry: self.evaluate(name, entry)
 
         specs = tuple(None if name is None else self.graph.specs[name] for name in node.inputs)
-        return Site(node=node, inputs=specs, numerics=self.numerics, constant=constant, prepare=prepare)
+        return Site(node=node, inputs=specs, numerics=self.numerics, constant=constant, parts=parts, prepare=prepare)
 
     def slot(self, name: str, form: str) -> int:
         if (name, form) not in self.slots:
@@ -178,18 +189,31 @@ class _Compiler:
             self.resident[name] = depends and (free or self.constants.keeps(name, nbytes))
         return self.resident[name]
 
-    def evaluate(self, name: str) -> Any:
-        """Computes a tensor that depends on constants only, keeping nothing."""
+    def is_stack(self, name: str) -> bool:
+        """Whether a tensor is a stack of matrices, each of which depends on the same entry of stacks of constants."""
+        spec = self.graph.specs[name]
+        if len(spec.shape) != 3 or name not in self.foldable:
+            return False
+        if name in self.graph.constants:
+            return True
+        node = self.graph.makers[name]
+        sources = [source for source in node.inputs if source is not None]
+        return node.kind in ENTRYWISE and all(
+            self.is_stack(source) and self.graph.specs[source].shape[0] == spec.shape[0] for source in sources
+        )
+
+    def evaluate(self, name: str, entry: int | None = None) -> Any:
+        """Computes a tensor that depends on constants only, or one entry of a stack ([1, …]), keeping nothing."""
         if name in self.known:
             spec = self.graph.specs[name]
             return torch.tensor(self.known[name], dtype=self.numerics.held(spec.dtype)).reshape(spec.shape)
         if name in self.graph.constants:
-            return self.constants.load(name)
+            return self.constants.load(name, entry)
         node = self.graph.makers[name]
         operation = self.operation(node)
         arguments: list[Any] = []
         for index, source in enumerate(node.inputs):
-            value = None if source is None else self.evaluate(source)
+            value = None if source is None else self.evaluate(source, entry)
             arguments.append(tuple(value.tolist()) if value is not None and index in operation.integers else value)
         results = operation.compile(self.site(node))(*arguments)
         results = results if len(node.outputs) > 1 else (results,)

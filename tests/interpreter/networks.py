@@ -1,6 +1,6 @@
 """Small networks made with TensorRT itself and read back: what the interpreter's operations are tested on.
 
-program = read(lambda g: {"y": g.sum("y", g.input("a", "float32", (-1, 3)), g.input("b", "float32", (1, 3)))})
+program = read(lambda g: {"y": g.sum("y", feed(g, "a", "float32", (-1, 3)), feed(g, "b", "float32", (1, 3)))})
 result = run(program, a=…, b=…)["y"]
 """
 
@@ -20,6 +20,11 @@ from pipeline.network.readback import read_network
 from pipeline.network.spec import NetworkSpec
 
 Build = Callable[[Graph], dict[str, Any]]
+
+
+def feed(g: Graph, name: str, dtype: str, shape: Sequence[int]) -> Any:
+    """A network input of any shape."""
+    return g.network.add_input(name, g.type(dtype), tuple(shape))
 
 
 def read(build: Build, dtype: str = "float32") -> Program:

@@ -6,7 +6,7 @@ import torch
 
 from pipeline.interpreter.errors import UnsupportedLayerError
 from pipeline.network.program import Node, TensorSpec
-from tests.interpreter.networks import program, read, run
+from tests.interpreter.networks import feed, program, read, run
 
 FLOATS = {
     "SUM": np.add,
@@ -33,7 +33,7 @@ LOGICAL = {"AND": np.logical_and, "OR": np.logical_or, "XOR": np.logical_xor}
 
 def apply(op: str, dtype: str, a: np.ndarray, b: np.ndarray) -> np.ndarray:
     shapes = [tuple(-1 if size > 1 else 1 for size in x.shape) for x in (a, b)]
-    made = read(lambda g: {"y": g.elementwise("y", g.input("a", dtype, shapes[0]), g.input("b", dtype, shapes[1]), op)})
+    made = read(lambda g: {"y": g.elementwise("y", feed(g, "a", dtype, shapes[0]), feed(g, "b", dtype, shapes[1]), op)})
     return run(made, a=torch.from_numpy(a), b=torch.from_numpy(b))["y"].numpy()
 
 
@@ -79,12 +79,12 @@ UNARY = {
 @pytest.mark.parametrize("op", UNARY)
 def test_unary(op: str) -> None:
     x = np.array([0.5, 1.5, 2.5, 3.25, 1e-3], np.float32)
-    made = read(lambda g: {"y": g.unary("y", g.input("x", "float32", (-1,)), op)})
+    made = read(lambda g: {"y": g.unary("y", feed(g, "x", "float32", (-1,)), op)})
     np.testing.assert_allclose(run(made, x=torch.from_numpy(x))["y"].numpy(), UNARY[op](x), rtol=1e-5)
 
 
 def test_not() -> None:
-    made = read(lambda g: {"y": g.unary("y", g.input("x", "bool", (-1,)), "NOT")})
+    made = read(lambda g: {"y": g.unary("y", feed(g, "x", "bool", (-1,)), "NOT")})
     assert run(made, x=torch.tensor([True, False]))["y"].tolist() == [False, True]
 
 
@@ -101,7 +101,7 @@ def test_activation(member: str, expected: Any) -> None:
     x = np.linspace(-4, 4, 33, dtype=np.float32)
 
     def build(g: Any) -> dict[str, Any]:
-        layer = g.network.add_activation(g.input("x", "float32", (-1,)), getattr(g.trt.ActivationType, member))
+        layer = g.network.add_activation(feed(g, "x", "float32", (-1,)), getattr(g.trt.ActivationType, member))
         return {"y": layer.get_output(0)}
 
     np.testing.assert_allclose(run(read(build), x=torch.from_numpy(x))["y"].numpy(), expected(x), atol=1e-6)
@@ -109,7 +109,7 @@ def test_activation(member: str, expected: Any) -> None:
 
 def test_an_activation_that_is_not_executed_is_refused() -> None:
     def build(g: Any) -> dict[str, Any]:
-        layer = g.network.add_activation(g.input("x", "float32", (-1,)), g.trt.ActivationType.SELU)
+        layer = g.network.add_activation(feed(g, "x", "float32", (-1,)), g.trt.ActivationType.SELU)
         layer.name = "odd"
         return {"y": layer.get_output(0)}
 
@@ -119,7 +119,7 @@ def test_an_activation_that_is_not_executed_is_refused() -> None:
 
 def test_cast_truncates_to_integers_and_rounds_to_16_bits_only_when_declared() -> None:
     def build(g: Any) -> dict[str, Any]:
-        x = g.input("x", "float32", (-1,))
+        x = feed(g, "x", "float32", (-1,))
         return {
             "int": g.cast("int", x, "int32"),
             "wide": g.cast("wide", g.cast("half", x, "float16"), "float32"),
@@ -138,9 +138,9 @@ def test_cast_truncates_to_integers_and_rounds_to_16_bits_only_when_declared() -
 def test_select() -> None:
     def build(g: Any) -> dict[str, Any]:
         condition, a, b = (
-            g.input("c", "bool", (-1, 1)),
-            g.input("a", "float32", (1, 3)),
-            g.input("b", "float32", (1, 1)),
+            feed(g, "c", "bool", (-1, 1)),
+            feed(g, "a", "float32", (1, 3)),
+            feed(g, "b", "float32", (1, 1)),
         )
         return {"y": g.network.add_select(condition, a, b).get_output(0)}
 
@@ -152,7 +152,7 @@ def test_select() -> None:
 def test_one_hot_on_any_axis(axis: int) -> None:
     def build(g: Any) -> dict[str, Any]:
         values, depth = g.number("values", [2, 5], "float32"), g.number("depth", 4, "int32")
-        return {"y": g.network.add_one_hot(g.input("i", "int32", (-1, 2)), values, depth, axis).get_output(0)}
+        return {"y": g.network.add_one_hot(feed(g, "i", "int32", (-1, 2)), values, depth, axis).get_output(0)}
 
     indices = torch.tensor([[0, 3], [1, 1], [2, 9]], dtype=torch.int32)  # 9 is outside: nothing is set
     inside = torch.nn.functional.one_hot(indices.clamp(max=3).long(), 4) * (indices < 4)[..., None]
@@ -162,7 +162,7 @@ def test_one_hot_on_any_axis(axis: int) -> None:
 
 def test_fill_counts_from_its_inputs() -> None:
     def build(g: Any) -> dict[str, Any]:
-        length = g.product("length", g.shape("shape", g.input("x", "float32", (-1,))), g.number("two", [2], "int64"))
+        length = g.product("length", g.shape("shape", feed(g, "x", "float32", (-1,))), g.number("two", [2], "int64"))
         layer = g.network.add_fill((1,), g.trt.FillOperation.LINSPACE, g.trt.int32)
         layer.set_input(0, length)
         layer.set_input(1, g.number("from", 5, "int32"))

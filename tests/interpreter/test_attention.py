@@ -6,7 +6,7 @@ import torch
 
 from pipeline.interpreter.errors import UnsupportedLayerError
 from pipeline.interpreter.interpreter import Interpreter
-from tests.interpreter.networks import read, run
+from tests.interpreter.networks import feed, read, run
 
 
 def random(*shape: int, seed: int = 0) -> torch.Tensor:
@@ -25,8 +25,8 @@ def test_rotary_turns_each_pair_by_its_angle(interleaved: bool, dim: int) -> Non
 
     def build(g: Any) -> dict[str, Any]:
         tables = [g.number(n, f(table), "float32") for n, f in (("cos", np.cos), ("sin", np.sin))]
-        layer = g.network.add_rotary_embedding(g.input("x", "float32", (-1, 3, -1, width)), *tables, interleaved, dim)
-        layer.set_input(3, g.input("positions", "int32", (-1, -1)))
+        layer = g.network.add_rotary_embedding(feed(g, "x", "float32", (-1, 3, -1, width)), *tables, interleaved, dim)
+        layer.set_input(3, feed(g, "positions", "int32", (-1, -1)))
         return {"y": layer.get_output(0)}
 
     x, positions = random(2, 3, 5, width), torch.tensor([[3, 0, 15, 7, 7], [1, 2, 3, 4, 5]], dtype=torch.int32)
@@ -48,14 +48,14 @@ POOL = (4, 2, 4, 3)  # blocks, heads, rows, width
 
 def cache_network(form: str, dtype: str = "float32") -> Any:
     def build(g: Any) -> dict[str, Any]:
-        cache = g.input("cache", dtype, (-1, *POOL[1:]))
+        cache = feed(g, "cache", dtype, (-1, *POOL[1:]))
         shape = (-1, 2, 3) if form == "PACKED_NHD" else (-1, 2, -1, 3)
         layer = g.network.add_kv_cache_update(
-            cache, g.input("update", dtype, shape), g.input("starts", "int32", (-1,)), g.trt.KVCacheMode.LINEAR
+            cache, feed(g, "update", dtype, shape), feed(g, "starts", "int32", (-1,)), g.trt.KVCacheMode.LINEAR
         )
         layer.update_form = getattr(g.trt.AttentionIOForm, form)
         if form == "PACKED_NHD":
-            layer.update_lengths = g.input("lengths", "int32", (-1,))
+            layer.update_lengths = feed(g, "lengths", "int32", (-1,))
         return {"out": layer.get_output(0)}
 
     return read(build)
@@ -94,13 +94,13 @@ def test_padded_rows_go_to_their_block_in_place() -> None:
 
 def attention_network(dtype: str, heads: int, kv_heads: int, mask: str | None, causal: str = "NONE") -> Any:
     def build(g: Any) -> dict[str, Any]:
-        q = g.input("q", dtype, (-1, heads, -1, 16))
-        k, v = (g.input(name, dtype, (-1, kv_heads, -1, 16)) for name in "kv")
+        q = feed(g, "q", dtype, (-1, heads, -1, 16))
+        k, v = (feed(g, name, dtype, (-1, kv_heads, -1, 16)) for name in "kv")
         layer = g.network.add_attention_v2(
             q, k, v, g.trt.AttentionNormalizationOp.SOFTMAX, getattr(g.trt.CausalMaskKind, causal)
         )
         if mask is not None:
-            layer.mask = g.input("mask", mask, (-1, 1, -1, -1))
+            layer.mask = feed(g, "mask", mask, (-1, 1, -1, -1))
         layer.name, layer.decomposable = "attention", True
         return {"y": layer.get_output(0)}
 

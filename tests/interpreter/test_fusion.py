@@ -17,7 +17,7 @@ from pipeline.network.program import Program
 from pipeline.runtime.runner import InterpreterRunner
 from pipeline.runtime.steps import Chunk, plan_step
 from tests import fixtures
-from tests.interpreter.networks import read, run
+from tests.interpreter.networks import feed, read, run
 from tests.network import models
 
 
@@ -105,7 +105,7 @@ def test_inner_tensors_can_be_tapped_although_they_are_fused_away(programs: dict
 
 def norm_like(*, op: str = "AVG", axis: int = 1, divide: bool = True, wide: str = "float32") -> Callable[[Any], Any]:
     def build(g: Any) -> dict[str, Any]:
-        x = g.cast("wide", g.input("x", "float16", (-1, 4)), wide)
+        x = g.cast("wide", feed(g, "x", "float16", (-1, 4)), wide)
         mean = g.reduce("mean", g.product("square", x, x), op, axis, keep=True)
         root = g.unary("root", g.sum("variance", mean, g.number("eps", [[1e-5]], wide)), "SQRT")
         ratio = g.elementwise("ratio", x, root, "DIV" if divide else "PROD")
@@ -135,8 +135,8 @@ def test_the_rms_norm_is_right() -> None:
 
 def test_a_mask_per_head_keeps_the_general_attention() -> None:
     def build(g: Any) -> dict[str, Any]:
-        q, k = g.input("q", "float32", (-1, 4, -1, 8)), g.input("k", "float32", (-1, 2, -1, 8))
-        mask = g.input("mask", "bool", (-1, 4, -1, -1))
+        q, k = feed(g, "q", "float32", (-1, 4, -1, 8)), feed(g, "k", "float32", (-1, 2, -1, 8))
+        mask = feed(g, "mask", "bool", (-1, 4, -1, -1))
         return {"y": g.attention("y", q, k, k, mask, decomposable=True)}
 
     program = read(build)

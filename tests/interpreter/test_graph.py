@@ -8,12 +8,12 @@ from pipeline.interpreter.errors import UnsupportedLayerError
 from pipeline.interpreter.graph import Graph, drop_unused, merge_equal
 from pipeline.interpreter.interpreter import Interpreter
 from pipeline.interpreter.numerics import Numerics
-from tests.interpreter.networks import read
+from tests.interpreter.networks import feed, read
 
 
 def twice(g: Any) -> dict[str, Any]:
     """exp(x) written twice, each with a cast to fp16 and back, and something that nothing needs."""
-    x = g.input("x", "float32", (-1,))
+    x = feed(g, "x", "float32", (-1,))
     a, b = (g.cast(f"{n}.wide", g.cast(f"{n}.half", g.unary(n, x, "EXP"), "float16"), "float32") for n in "ab")
     g.unary("unused", x, "SQRT")
     return {"y": g.sum("y", a, b)}
@@ -42,7 +42,7 @@ def test_a_tap_keeps_its_own_node() -> None:
 
 def test_nodes_that_differ_in_an_attribute_are_kept_apart() -> None:
     def build(g: Any) -> dict[str, Any]:
-        x = g.input("x", "float32", (-1, 4))
+        x = feed(g, "x", "float32", (-1, 4))
         return {"y": g.sum("y", g.slice("a", x, 1, 0, 2), g.slice("b", x, 1, 2, 2))}
 
     graph = merge_equal(Graph.of(read(build), ()), Numerics("exact"))
@@ -51,9 +51,9 @@ def test_nodes_that_differ_in_an_attribute_are_kept_apart() -> None:
 
 def test_a_cache_that_is_read_beside_its_update_is_refused() -> None:
     def build(g: Any) -> dict[str, Any]:
-        cache = g.input("cache", "float32", (-1, 1, 4, 2))
-        update = g.input("update", "float32", (-1, 1, 2))
-        starts, lengths = g.input("starts", "int32", (-1,)), g.input("lengths", "int32", (-1,))
+        cache = feed(g, "cache", "float32", (-1, 1, 4, 2))
+        update = feed(g, "update", "float32", (-1, 1, 2))
+        starts, lengths = feed(g, "starts", "int32", (-1,)), feed(g, "lengths", "int32", (-1,))
         return {"out": g.update_cache("append", cache, update, starts, lengths), "y": g.unary("y", cache, "EXP")}
 
     with pytest.raises(UnsupportedLayerError, match=r"append.*cache is read elsewhere"):

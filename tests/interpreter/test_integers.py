@@ -7,11 +7,11 @@ import pytest
 import torch
 
 from pipeline.interpreter.interpreter import Interpreter
-from tests.interpreter.networks import read, run
+from tests.interpreter.networks import feed, read, run
 
 
 def sizes(g: Any) -> Any:
-    return g.shape("sizes", g.input("x", "float32", (-1, -1, 4)))
+    return g.shape("sizes", feed(g, "x", "float32", (-1, -1, 4)))
 
 
 def evaluate(build: Any, x: torch.Tensor) -> list[int]:
@@ -55,7 +55,7 @@ def test_gather_slice_concatenate_reduce_reshape_and_cast() -> None:
 def test_integers_meet_tensors_and_come_back() -> None:
     def build(g: Any) -> dict[str, Any]:
         count = g.cast("count", g.slice("rows", sizes(g), 0, 0, 1), "int32")
-        given = g.sum("given", count, g.input("more", "int32", (1,)))  # a value that only the feed knows
+        given = g.sum("given", count, feed(g, "more", "int32", (1,)))  # a value that only the feed knows
         layer = g.network.add_fill((1,), g.trt.FillOperation.LINSPACE, g.trt.int32)
         layer.set_input(0, g.cast("length", given, "int64"))
         layer.set_input(1, g.number("from", 0, "int32"))
@@ -70,7 +70,7 @@ def test_shapes_cost_no_tensor() -> None:
     """The chain from a shape to a reshape stays on integers: no step makes a tensor of it."""
 
     def build(g: Any) -> dict[str, Any]:
-        x = g.input("x", "float32", (-1, -1, 4))
+        x = feed(g, "x", "float32", (-1, -1, 4))
         s = g.shape("sizes", x)
         rows = g.product("rows", g.slice("a", s, 0, 0, 1), g.slice("b", s, 0, 1, 1))
         layer = g.network.add_shuffle(x)

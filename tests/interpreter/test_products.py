@@ -7,7 +7,7 @@ import torch
 from pipeline.checkpoint.tensors import RawTensor
 from pipeline.interpreter.errors import UnsupportedLayerError
 from pipeline.interpreter.operations.products import unpack_int4
-from tests.interpreter.networks import read, run
+from tests.interpreter.networks import feed, read, run
 
 
 def random(*shape: int, seed: int = 0) -> torch.Tensor:
@@ -22,7 +22,7 @@ def test_products_transpose_and_broadcast(flip_a: bool, flip_b: bool, left: Any,
 
     def build(g: Any) -> dict[str, Any]:
         op = g.trt.MatrixOperation
-        tensors = [g.input(name, "float32", (*x.shape[:-2], -1, -1)) for name, x in (("a", a), ("b", b))]
+        tensors = [feed(g, name, "float32", (*x.shape[:-2], -1, -1)) for name, x in (("a", a), ("b", b))]
         ops = [op.TRANSPOSE if flip else op.NONE for flip in (flip_a, flip_b)]
         return {"y": g.network.add_matrix_multiply(tensors[0], ops[0], tensors[1], ops[1]).get_output(0)}
 
@@ -40,8 +40,8 @@ def test_declared_products_accumulate_wide_and_round_once(dtype: str, constant: 
     weight = (w.t() if transpose else w).contiguous()
 
     def build(g: Any) -> dict[str, Any]:
-        b = g.constant("w", RawTensor.from_torch(weight)) if constant else g.input("w", dtype, tuple(weight.shape))
-        return {"y": g.matmul("y", g.input("a", dtype, (-1, 512)), b, transpose=transpose)}
+        b = g.constant("w", RawTensor.from_torch(weight)) if constant else feed(g, "w", dtype, tuple(weight.shape))
+        return {"y": g.matmul("y", feed(g, "a", dtype, (-1, 512)), b, transpose=transpose)}
 
     feeds = {"a": a} if constant else {"a": a, "w": weight}
     wide = a.double() @ w.double()
@@ -77,7 +77,7 @@ def test_dequantized_blocks(blocks: tuple[int, int], dtype: str) -> None:
     def build(g: Any) -> dict[str, Any]:
         scale = g.constant("scale", RawTensor.from_torch(scales))
         weight = g.dequantize("weight", g.int4("q", pack(q)), scale)
-        return {"y": g.matmul("y", g.input("x", dtype, (-1, 8)), weight)}
+        return {"y": g.matmul("y", feed(g, "x", dtype, (-1, 8)), weight)}
 
     wide = q.numpy() * np.repeat(np.repeat(scales.double().numpy(), blocks[0], 0), blocks[1], 1)
     identity = torch.eye(8)
@@ -93,7 +93,7 @@ def test_quantize_and_dequantize_int8_by_channel(axis: int) -> None:
 
     def build(g: Any) -> dict[str, Any]:
         scale = g.constant("scale", RawTensor.from_torch(scales))
-        quantize = g.network.add_quantize(g.input("x", "float32", (3, 4)), scale, g.trt.int8)
+        quantize = g.network.add_quantize(feed(g, "x", "float32", (3, 4)), scale, g.trt.int8)
         quantize.axis = axis
         dequantize = g.network.add_dequantize(quantize.get_output(0), scale, g.trt.float32)
         dequantize.axis = axis
@@ -110,7 +110,7 @@ def test_quantize_and_dequantize_int8_by_channel(axis: int) -> None:
 def test_quantize_to_fp8_saturates() -> None:
     def build(g: Any) -> dict[str, Any]:
         scale = g.number("scale", 0.5, "float32")
-        q = g.network.add_quantize(g.input("x", "float32", (-1,)), scale, g.trt.fp8).get_output(0)
+        q = g.network.add_quantize(feed(g, "x", "float32", (-1,)), scale, g.trt.fp8).get_output(0)
         return {"y": g.network.add_dequantize(q, scale, g.trt.float32).get_output(0)}
 
     x = torch.tensor([0.0, 1.0, 1.05, -3.3, 1e4])
@@ -122,7 +122,7 @@ def test_quantize_to_fp8_saturates() -> None:
 def test_a_zero_point_is_refused() -> None:
     def build(g: Any) -> dict[str, Any]:
         scale = g.number("scale", 0.5, "float32")
-        layer = g.network.add_quantize(g.input("x", "float32", (-1,)), scale, g.trt.int8)
+        layer = g.network.add_quantize(feed(g, "x", "float32", (-1,)), scale, g.trt.int8)
         layer.name = "shifted"
         layer.set_input(2, g.number("zero", 0, "int8"))
         return {"y": layer.get_output(0)}

@@ -82,3 +82,13 @@ def test_an_end_token_ends_its_sequence_and_no_other(runner: InterpreterRunner) 
 def test_nothing_to_run_is_refused(runner: InterpreterRunner, prompts: list[list[int]], new: int) -> None:
     with pytest.raises(ValueError, match="must not be empty"):
         generate(runner, prompts, new, block_size=8)
+
+
+@pytest.mark.parametrize("write", [fixtures.llama, fixtures.deepseek_v2])
+def test_weights_made_at_each_use_change_no_token(tmp_path: Path, write: Callable[..., Path]) -> None:
+    pattern = r"mlp\.(gate|up|down)_proj|experts|o_proj"
+    model = models.load_int4(write, tmp_path / "m", pattern=pattern, group=32, prescale="all", dtype="bfloat16")
+    kept, made = (InterpreterRunner(model.program(), mode="exact", resident_bytes=budget) for budget in (None, 0))
+    tokens = generate(kept, PROMPTS, 8, block_size=8)
+    assert generate(made, PROMPTS, 8, block_size=8) == tokens
+    assert made.interpreter.prepared_bytes < kept.interpreter.prepared_bytes / 2

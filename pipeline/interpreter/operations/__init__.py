@@ -3,7 +3,8 @@
 A compiled kernel is called with one value per input slot (None where a slot is unconnected) and returns the output, or
 a tuple of outputs. Inputs arrive as tensors, except that
     integers  arrive as tuples of Python integers
-    absorbs   that are constants are asked for while compiling (`Site.constant`) and are None at run time
+    absorbs   that are constants are asked for while compiling (`Site.constant`, or where there is no room to keep them
+              `Site.parts`) and are None at run time
     stored    that are constants arrive in the type they are stored in, so that a gather does not widen a whole
               embedding for a few rows
 """
@@ -13,7 +14,7 @@ from __future__ import annotations
 from collections.abc import Callable
 from dataclasses import dataclass
 
-from pipeline.interpreter.operations import arithmetic, attention, fused, movement, products, reduction
+from pipeline.interpreter.operations import arithmetic, attention, fused, linear, movement, products, reduction
 from pipeline.interpreter.operations.site import Kernel, Site
 
 __all__ = ["OPERATIONS", "Kernel", "Operation", "Site"]
@@ -54,7 +55,8 @@ OPERATIONS: dict[str, Operation] = {
     "attention_bias": Operation(fused.compile_attention_bias),
     "cache_rows": Operation(fused.compile_cache_rows),
     "gather_pages": Operation(fused.compile_gather_pages),
-    "linear": Operation(fused.compile_linear, absorbs=(1,)),
+    "linear": Operation(linear.compile_linear, absorbs=(1,)),
+    "linear_int4": Operation(linear.compile_linear_int4, absorbs=(1, 2, 3)),
     "page_rows": Operation(fused.compile_page_rows),
     "rms_norm": Operation(fused.compile_rms_norm),
     "rotary_rows": Operation(fused.compile_rotary_rows),

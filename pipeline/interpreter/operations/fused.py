@@ -7,7 +7,6 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from pipeline.interpreter.operations.attention import cache_rows, mask_bias, write_rows
-from pipeline.interpreter.operations.products import compile_matrix_multiply
 from pipeline.interpreter.operations.site import Kernel, Site
 
 CacheRows = tuple[Tensor, Tensor | None]
@@ -125,28 +124,3 @@ def compile_rms_norm(site: Site) -> Kernel:
         return (wide / root).to(normal) * weight
 
     return norm
-
-
-def compile_linear(site: Site) -> Kernel:
-    """x @ W for a constant W, packed once in the blocked layout that oneDNN's kernels read (twice as fast here as a
-    plain weight for one row, and never slower). fp16 has no such kernel on x86: it is held and computed in fp32."""
-    held, transposed = site.held(), site.attribute("op1") == "transpose"
-    weight, general = site.constant(1), compile_matrix_multiply(site)
-    if weight is None:  # too large to keep: it arrives at each step
-        return general
-    inner = torch.float32 if held is torch.float16 else held
-    rows = weight if transposed else weight.transpose(-1, -2)
-    nbytes = weight.numel() * inner.itemsize
-    if weight.dim() == 2 and torch.ops.mkldnn._is_mkldnn_bf16_supported():
-        pack = torch.ops.mkldnn._reorder_linear_weight
-        packed = site.prepare(1, f"packed {transposed}", nbytes, lambda: pack(rows.to(inner).contiguous()))
-        multiply = torch.ops.mkldnn._linear_pointwise.default
-        if packed is not None:
-            if inner is held:
-                return lambda x, _: multiply(x, packed, None, "none", [], "")
-            return lambda x, _: multiply(x.to(inner), packed, None, "none", [], "").to(held)
-    wide = weight if weight.dtype is inner else site.prepare(1, "wide", nbytes, lambda: weight.to(inner))
-    if wide is None:
-        return lambda x, _: general(x, weight)
-    factor = wide.transpose(-1, -2) if transposed else wide
-    return lambda x, _: torch.matmul(x.to(inner), factor).to(held)

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
+
 import torch
 from torch import Tensor
 
@@ -31,45 +33,62 @@ def compile_matrix_multiply(site: Site) -> Kernel:
 
 def compile_dequantize(site: Site) -> Kernel:
     """data * scale, computed in fp32 and rounded once."""
-    spread, held = _compile_spread(site), site.held()
-    return lambda data, scale: data.to(torch.float32).mul_(spread(scale.float(), data)).to(held)
+    lay_out, held = _compile_layout(site), site.held()
+
+    def dequantize(data: Tensor, scale: Tensor) -> Tensor:
+        shape, factors = lay_out(data, scale)
+        return data.to(torch.float32).view(shape).mul_(factors).view(data.shape).to(held)
+
+    return dequantize
 
 
 def compile_quantize(site: Site) -> Kernel:
     """INT8 rounds half to even and clamps to [-128, 127]; FP8 E4M3 saturates."""
-    spread, held = _compile_spread(site), site.held()
-    if held is torch.int8:
-        return lambda data, scale: torch.round(data.float() / spread(scale.float(), data)).clamp_(-128, 127).to(held)
-    if held is torch.float8_e4m3fn:
-        return lambda data, scale: (data.float() / spread(scale.float(), data)).clamp_(-FP8_MAX, FP8_MAX).to(held)
-    raise site.refuse(f"to {site.node.outputs[0].dtype}")
+    lay_out, held = _compile_layout(site), site.held()
+    if held not in (torch.int8, torch.float8_e4m3fn):
+        raise site.refuse(f"to {site.node.outputs[0].dtype}")
+
+    def quantize(data: Tensor, scale: Tensor) -> Tensor:
+        shape, divisors = lay_out(data, scale)
+        ratio = (data.float().reshape(shape) / divisors).reshape(data.shape)
+        if held is torch.int8:
+            return ratio.round_().clamp_(-128, 127).to(held)
+        return ratio.clamp_(-FP8_MAX, FP8_MAX).to(held)
+
+    return quantize
 
 
-def _compile_spread(site: Site) -> Kernel:
-    """How a scale is laid over its data: one for all, one per index of `axis`, or one per block (of scale's rank)."""
+Layout = Callable[[Tensor, Tensor], tuple[tuple[int, ...], Tensor]]
+
+
+def _compile_layout(site: Site) -> Layout:
+    """How a scale lies over its data: one for all, one per index of `axis`, or one per block (of scale's rank). Gives
+    the shape to see the data in and the scale, in fp32, in a shape that broadcasts over it: nothing is repeated."""
     if site.optional(2) is not None:
         raise site.refuse("with a zero point")
     rank, scale = site.rank(), site.spec(1)
-    if len(scale.shape) == 0:
-        return lambda scale, data: scale
-    if len(scale.shape) == rank:
-        return _spread_blocks
-    if len(scale.shape) != 1:
+    if len(scale.shape) == rank and rank > 0:
+        return _lay_out_blocks
+    if len(scale.shape) > 1:
         raise site.refuse(f"a scale of shape {list(scale.shape)} over data of rank {rank}")
-    if scale.shape[0] == 1:
-        return lambda scale, data: scale
-    axis = site.axis()
-    shape = [-1 if i == axis else 1 for i in range(rank)]
-    return lambda scale, data: scale.reshape(shape)
+    axis = site.axis() if len(scale.shape) == 1 and scale.shape[0] != 1 else None
+    over = [-1 if i == axis else 1 for i in range(rank)]
+    return lambda data, scale: (tuple(data.shape), scale.float().reshape(over))
 
 
-def _spread_blocks(scale: Tensor, data: Tensor) -> Tensor:
+def _lay_out_blocks(data: Tensor, scale: Tensor) -> tuple[tuple[int, ...], Tensor]:
+    shape: list[int] = []
+    over: list[int] = []
     for axis, (blocks, size) in enumerate(zip(scale.shape, data.shape, strict=True)):
-        if blocks not in (1, size):
-            if size % blocks:
-                raise ValueError(f"{blocks} scales do not divide dimension {axis} of size {size}")
-            scale = scale.repeat_interleave(size // blocks, axis)
-    return scale
+        if blocks in (1, size):
+            shape.append(size)
+            over.append(blocks)
+        elif size % blocks:
+            raise ValueError(f"{blocks} scales do not divide dimension {axis} of size {size}")
+        else:
+            shape += [blocks, size // blocks]
+            over += [blocks, 1]
+    return tuple(shape), scale.float().reshape(over)
 
 
 def unpack_int4(packed: Tensor, shape: tuple[int, ...]) -> Tensor:

@@ -27,6 +27,9 @@ class Site:
     numerics: Numerics
     # An input's value where it is known now and may be kept (None where it arrives at run time), in the mode's type.
     constant: Callable[[int], torch.Tensor | None]
+    # count, part: the entries along the first dimension of an input that depends on constants only, and one of them
+    # made anew, [1, …]; None where it cannot be had in parts.
+    parts: Callable[[int], tuple[int, Callable[[int], torch.Tensor]] | None]
     # prepare(index, form, nbytes, make): what `make` makes of that constant, made once for all plans of the program;
     # None where so many bytes may not be kept.
     prepare: Callable[[int, str, int, Callable[[], torch.Tensor]], torch.Tensor | None]
