@@ -1,9 +1,9 @@
-"""How fast the command line answers: `trtseek --help`, `validate` and a fully cached `engine`, and `engine` from nothing.
+"""How fast the command line answers: `--help`, `validate`, `engine` from nothing and fully cached.
 
     python -m benchmarks.commands [--config a100-int4.yaml] [--repeat 7]
 
-Prints the median and the minimum of whole processes, beside their bar and beside a bare `python -c pass`, which says how
-fast this machine starts Python at all. The run from nothing uses an output folder of its own, removed afterwards.
+Prints the median and the minimum of whole processes, beside their bar and a bare `python -c pass`, which says how fast
+this machine starts Python at all. The run from nothing uses an output folder of its own, removed afterwards.
 """
 
 from __future__ import annotations

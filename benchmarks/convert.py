@@ -17,6 +17,7 @@ import subprocess
 import sys
 import tempfile
 import time
+from collections.abc import Callable
 from pathlib import Path
 
 import numpy as np
@@ -46,7 +47,7 @@ def write_source(folder: Path, gigabytes: float) -> int:
     """A random Llama of about that size; returns its bytes of weights."""
     per_layer = 4 * HIDDEN * HIDDEN + 3 * HIDDEN * INTERMEDIATE
     layers = max(1, round((gigabytes * 5e8 - 2 * VOCAB * HIDDEN) / per_layer))
-    shapes = {"model.embed_tokens.weight": (VOCAB, HIDDEN)}
+    shapes: dict[str, tuple[int, ...]] = {"model.embed_tokens.weight": (VOCAB, HIDDEN)}
     for i in range(layers):
         prefix = f"model.layers.{i}."
         shapes |= {f"{prefix}self_attn.{p}_proj.weight": (HIDDEN, HIDDEN) for p in "qkvo"}
@@ -103,7 +104,7 @@ def main() -> None:
         os.sync()
         for file in source.iterdir():  # into memory
             file.read_bytes()
-        ways = {
+        ways: dict[str, Callable[[Path], tuple[float, float]]] = {
             "cp, sync": lambda target: copy(source, target),
             "bfloat16": lambda target: convert(source, target, "bfloat16"),
             "float16": lambda target: convert(source, target, "float16"),

@@ -225,7 +225,7 @@ def _llama_shapes(c: dict[str, Any]) -> Shapes:
     hidden, inter = c["hidden_size"], c["intermediate_size"]
     head = c.get("head_dim") or hidden // c["num_attention_heads"]
     q, kv = c["num_attention_heads"] * head, c["num_key_value_heads"] * head
-    attention = {"q_proj": (q, hidden), "k_proj": (kv, hidden), "v_proj": (kv, hidden), "o_proj": (hidden, q)}
+    attention: Shapes = {"q_proj": (q, hidden), "k_proj": (kv, hidden), "v_proj": (kv, hidden), "o_proj": (hidden, q)}
     shapes: Shapes = {"model.embed_tokens.weight": (c["vocab_size"], hidden)}
     for layer in range(c["num_hidden_layers"]):
         prefix = f"model.layers.{layer}."
@@ -284,7 +284,7 @@ def _tail(c: dict[str, Any]) -> Shapes:
 
 def _split(options: dict[str, Any]) -> tuple[dict[str, Any], dict[str, Any]]:
     """Options of the files, and the rest: keys of config.json."""
-    files = {key: options.pop(key) for key in ("shards", "seed", "tokenizer", "edit") if key in options}
+    files: dict[str, Any] = {key: options.pop(key) for key in ("shards", "seed", "tokenizer", "edit") if key in options}
     return files, options
 
 

@@ -29,8 +29,8 @@ def _parameters(config: Config) -> Mapping[str, Any]:
 
 
 def _run(context: StageContext) -> None:
-    from pipeline.checkpoint.folder import CheckpointFolder
     from pipeline.checkpoint.convert import convert_checkpoint
+    from pipeline.checkpoint.folder import CheckpointFolder
 
     settings = context.config.stages.convert
     source = CheckpointFolder.open(context.config.model.path)

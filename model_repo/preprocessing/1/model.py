@@ -5,6 +5,7 @@ from __future__ import annotations
 from typing import Any
 
 import numpy as np
+import numpy.typing as npt
 import triton_python_backend_utils as pb_utils
 from trtseek_text import (
     RequestError,
@@ -41,7 +42,7 @@ class TritonPythonModel:
         return pb_utils.InferenceResponse([pb_utils.Tensor(name, array) for name, array in outputs.items()])
 
 
-def preprocess(tokenizer: Tokenizer, inputs: dict[str, np.ndarray]) -> dict[str, np.ndarray]:
+def preprocess(tokenizer: Tokenizer, inputs: dict[str, npt.NDArray[Any]]) -> dict[str, npt.NDArray[Any]]:
     """Input arrays by tensor name to output arrays by tensor name, the batch first. Raises RequestError."""
     if unserved := [name for name in UNSERVED if name in inputs]:
         raise RequestError(f"{', '.join(unserved)}: this model takes text only")
