@@ -65,8 +65,9 @@ class Calibration:
         return capture.finish()
 
     def forget(self, layer: int) -> None:
-        """Deletes the states before `layer`: it is quantized, and those after it are kept."""
-        self.states(layer).path.unlink(missing_ok=True)
+        """Deletes the states before `layer` and before those before it: it is quantized, and its own output is kept."""
+        for done in range(layer + 1):
+            self.states(done).path.unlink(missing_ok=True)
 
     def _latest(self, layer: int) -> int:
         """The last layer up to `layer` whose input is on disk; makes the first layer's where none is."""

@@ -26,6 +26,7 @@ if TYPE_CHECKING:
 
 # An expert with fewer calibration tokens has no statistics of its own: fewer than a handful of values per channel.
 FEW_TOKENS = 32
+UNROUTED = ("round_to_nearest", "share_scale", "error")  # see settings.py
 
 
 @dataclass(slots=True)

@@ -20,12 +20,12 @@ from pipeline.checkpoint.json_text import set_keys
 from pipeline.checkpoint.layouts import layout_for
 from pipeline.checkpoint.shards import Shard, write_index
 from pipeline.checkpoint.tensors import TensorInfo
-from pipeline.errors import CheckpointError
+from pipeline.errors import CheckpointError, CompatibilityError
 from pipeline.progress import SILENT, Progress
 from pipeline.quantization import calibration
 from pipeline.quantization.calibration import Calibration
 from pipeline.quantization.folding import PREQUANT, Adjustments
-from pipeline.quantization.layer import LayerPlan, plan_layer
+from pipeline.quantization.layer import UNROUTED, LayerPlan, plan_layer
 from pipeline.quantization.methods import find_method
 from pipeline.quantization.report import QuantizationReport
 from pipeline.quantization.rules import choose_linears
@@ -77,6 +77,11 @@ class _Run:
     ) -> None:
         self.source, self.workspace, self.settings, self.progress = source, workspace, settings, progress
         self.own = _read_own_key(source)
+        if settings.unrouted_experts not in UNROUTED:
+            raise CompatibilityError(
+                f"stages.quantize.unrouted_experts: {settings.unrouted_experts} is no policy",
+                hint=f"policies: {', '.join(UNROUTED)}",
+            )
         self.method = find_method(settings.method)
         self.dtype = model_dtype(self.own["dtype"])
         self.selection = choose_linears(
@@ -118,7 +123,7 @@ class _Run:
             self.source.architecture, layer, {name.removesuffix(".weight") for name in names}, linears.keys()
         )
         captured = None
-        if self.method.measures:
+        if self.method.measures and groups:
             captured = self.calibration.capture(layer, sorted({group.seen_at for group in groups}))
             self.progress.start(f"choosing scales of layer {layer}", len(groups), "groups")
         plan = plan_layer(
@@ -134,7 +139,8 @@ class _Run:
             progress=self.progress if self.method.measures else SILENT,
         )
         self._write(f"layer-{layer}", layer, names, plan)
-        self.calibration.forget(layer)
+        if captured is not None:
+            self.calibration.forget(layer)
 
     def copy_outer(self) -> None:
         """Writes what belongs to no layer, as it is."""

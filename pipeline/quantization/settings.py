@@ -24,7 +24,8 @@ class QuantizeSettings(Protocol):
     """How to quantize: a key of `methods.METHODS`, and the rules of `rules.choose_linears`.
 
     `unrouted_experts` is what happens to experts that calibration gave next to no tokens: "round_to_nearest" leaves out
-    the search, "share_scale" searches on the tokens that the whole layer saw, "error" stops.
+    the search, "share_scale" searches on the tokens that the whole layer saw, "error" stops. The scale of the experts'
+    shared input is the layer's in any case; tokens that such an expert was not given have no part in its choice.
     """
 
     @property

@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import json
+import subprocess
+import sys
 from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any
@@ -271,6 +273,20 @@ def test_finished_layers_are_not_repeated(
     assert built == [0, 1, 2, 2]
 
 
+def test_a_layer_left_out_changes_no_other(tmp_path: Path, llama_path: Path, text: Path) -> None:
+    source = write_engine(tmp_path, llama_path)
+    run(source, tmp_path / "all", settings(text))
+    quantized, _ = run(source, tmp_path / "some", settings(text, exclude=("transformer.layers.1.*",)))
+    everything, some = read_files(tmp_path / "all"), read_files(tmp_path / "some")
+    for number in (1, 3):
+        name = f"model-{number:05}-of-00004.safetensors"
+        assert everything[name] == some[name]
+    for name, info in quantized.tensors.items():
+        if name.startswith("transformer.layers.1."):
+            assert info == source.tensors[name]
+            assert quantized.read(name).data.tobytes() == source.read(name).data.tobytes()
+
+
 def route_away(tensors: Tensors) -> None:
     """A router whose expert 5 is never among the best two: its logit is 0, others come in pairs of opposite sign."""
     router = tensors["model.layers.1.mlp.gate.weight"]
@@ -345,3 +361,34 @@ def test_sources_and_methods_that_are_refused(tmp_path: Path, llama_path: Path, 
         run(CheckpointFolder.open(llama_path), tmp_path / "hub", Settings(method="rtn"))
     with pytest.raises(CompatibilityError, match="fp8 is not available"):
         run(source, tmp_path / "fp8", Settings(method="fp8"))
+    with pytest.raises(CompatibilityError, match="guess is no policy"):
+        run(source, tmp_path / "guess", Settings(unrouted_experts="guess"))
+
+
+MEASURE = """
+import re, sys
+from pathlib import Path
+from pipeline.checkpoint.folder import CheckpointFolder
+from pipeline.quantization.quantize import quantize_checkpoint
+from pipeline.workspace import FolderWorkspace
+from tests.quantization.support import Settings
+source = CheckpointFolder.open(Path(sys.argv[1]))
+quantize_checkpoint(source, FolderWorkspace(Path(sys.argv[2])), settings=Settings(method="rtn"))
+print(re.search(r"VmHWM:\\s+(\\d+) kB", Path("/proc/self/status").read_text())[1])
+"""
+
+
+@pytest.mark.slow
+def test_memory_does_not_grow_with_the_checkpoint(tmp_path: Path) -> None:
+    """Peak memory of rounding to nearest, in a process of its own: ten times the layers, the same peak."""
+    peaks = []
+    for layers in (4, 40):
+        hub = tmp_path / f"hub-{layers}"
+        fixtures.llama(hub, hidden_size=512, intermediate_size=2048, num_hidden_layers=layers)
+        Model.load(hub).write(tmp_path / f"engine-{layers}", hub)
+        arguments = [str(tmp_path / f"{name}-{layers}") for name in ("engine", "out")]
+        done = subprocess.run([sys.executable, "-c", MEASURE, *arguments], capture_output=True, text=True, check=True)
+        peaks.append(int(done.stdout) * 1024)
+    size = sum(file.stat().st_size for file in (tmp_path / "engine-40").iterdir())
+    assert size > 300e6
+    assert peaks[1] - peaks[0] < 0.1 * size
