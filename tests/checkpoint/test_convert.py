@@ -322,3 +322,32 @@ def test_memory_is_flat(tmp_path: Path) -> None:
     output = subprocess.run(command, capture_output=True, text=True, check=True, env={"OMP_NUM_THREADS": "1"}).stdout
     small, large = (float(x) for x in output.split())
     assert large - small < 16
+
+
+class Recorder:
+    def __init__(self) -> None:
+        self.totals: list[tuple[float, str]] = []
+        self.done = 0.0
+        self.notes: list[str] = []
+
+    def start(self, item: str, total: float, unit: str) -> None:
+        self.totals.append((total, unit))
+
+    def advance(self, amount: float) -> None:
+        self.done += amount
+
+    def note(self, message: str) -> None:
+        self.notes.append(message)
+
+
+def test_progress_counts_the_sources_bytes_also_when_resumed(llama_path: Path, tmp_path: Path) -> None:
+    folder = CheckpointFolder.open(llama_path)
+    total = sum(info.nbytes for info in folder.tensors.values())
+    options: dict[str, Any] = {"dtype": "float32", "overflow": "refuse", "max_shard": 400_000}
+    with pytest.raises(Killed):
+        convert_checkpoint(folder, DyingWorkspace(tmp_path / "engine"), **options)
+    recorder = Recorder()
+    convert_checkpoint(folder, FolderWorkspace(tmp_path / "engine"), progress=recorder, **options)
+    assert recorder.totals == [(total, "B")]
+    assert recorder.done == total
+    assert recorder.notes == ["weights are written as float32; config.json says bfloat16"]
