@@ -72,7 +72,8 @@ def diagnose(errors: Sequence[str], layers: Iterable[tuple[str, str]]) -> Diagno
     lines = tuple(dict.fromkeys(_SOURCE.sub("", e).strip() for e in errors if not _NOISE.search(e)))
     text = "\n".join(lines)
     known = next((row for row in KNOWN_ERRORS if re.search(row[0], text)), None)
-    layers = tuple(layers)
+    # TensorRT makes two layers of one attention and adds to the name that the network gave it.
+    layers = tuple((re.sub(r"_Attention(In|Out)put$", "", name), kind) for name, kind in layers)
     named = _find_named([name for name, _ in layers], text)
     if not named and known:
         named = tuple(name for name, kind in layers if kind in known[1])
@@ -83,7 +84,7 @@ def _find_named(names: Sequence[str], text: str) -> tuple[str, ...]:
     """Layer names in the text, in network order; of names that are each other's beginnings, the longest."""
     found = [name for name in names if re.search(re.escape(name) + r"(?![\w.])", text)]
     found = found or [name for name in names if re.search(re.escape(name) + r"(?!\w*\.)", text)]
-    return tuple(name for name in found if not any(name != other and name in other for other in found))
+    return tuple(dict.fromkeys(n for n in found if not any(n != other and n in other for other in found)))
 
 
 def _drop_prefixed(lines: tuple[str, ...]) -> tuple[str, ...]:

@@ -10,23 +10,14 @@ from pathlib import Path
 
 import pytest
 
-from pipeline.engine.builder import build_engine, estimate_build_bytes
+from pipeline.engine.builder import _warn_about_memory, build_engine, estimate_build_bytes
 from pipeline.engine.description import load_description
 from pipeline.engine.engine_file import inspect_engine
-from pipeline.engine.limits import BuildLimits, Rectangle
 from pipeline.errors import BuildError, CheckpointError, StoreError
 from pipeline.network.spec import NetworkSpec
 from tests.engine.checkpoints import TINY_LLAMA, write_engine_checkpoint
 from tests.engine.conftest import LLAMA_INT4, Built, build
-
-SMALL = BuildLimits(
-    max_seq_len=128,
-    max_batch_size=2,
-    max_num_tokens=32,
-    generation=(Rectangle(batch=2, length=128),),
-    block_size=32,
-    max_blocks=16,
-)
+from tests.engine.failing import SMALL, fail
 
 
 class Recorder:
@@ -55,19 +46,6 @@ def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
     path = tmp_path_factory.mktemp("builds")
     write_engine_checkpoint(path / "checkpoint", TINY_LLAMA | {"num_hidden_layers": 1}, int4=LLAMA_INT4, group=64)
     return path
-
-
-def fail(folder: Path, factory: str, *, log: str = "build.log") -> None:
-    build_engine(
-        backend="tensorrt_rtx",
-        checkpoint=folder / "checkpoint",
-        spec=NetworkSpec(dtype="float16", max_seq_len=128, block_size=32),
-        limits=SMALL,
-        sm=80,
-        output=folder / factory / "model.engine",
-        log=folder / log,
-        factory=f"tests.engine.factories:{factory}",
-    )
 
 
 @pytest.mark.parametrize("sm", [80, 86, 89, 120])
@@ -196,7 +174,7 @@ def test_no_build_outlives_whoever_asked_for_it(folder: Path, tmp_path: Path, ho
         [
             sys.executable,
             "-c",
-            f"from pathlib import Path; from {__name__} import fail; fail(Path({str(folder)!r}), 'hangs')",
+            f"from pathlib import Path; from tests.engine.failing import fail; fail(Path({str(folder)!r}), 'hangs')",
         ],
         env={
             **os.environ,
@@ -216,6 +194,14 @@ def test_memory_needed_is_more_than_what_a_build_took(llama_engine: Built) -> No
 
     needed = estimate_build_bytes(CheckpointFolder.open(llama_engine.checkpoint))
     assert llama_engine.description.build.peak_anonymous_bytes < needed
+
+
+def test_too_little_memory_is_said_before_the_build() -> None:
+    progress = Recorder()
+    _warn_about_memory(1, progress)
+    assert progress.notes == []
+    _warn_about_memory(10**18, progress)
+    assert re.fullmatch(r"the build needs about 1000000.00 TB of memory, [\d.]+ GB are free", progress.notes[0])
 
 
 def _wait_for(condition, seconds: float = 30):  # type: ignore[no-untyped-def]
