@@ -20,8 +20,9 @@ from pipeline.engine.workspace import Buffer, Schedule, Workspace, place
 WIDEST_FUSED_HEAD = 256
 # A narrow latent is fused too, but only where this many scores (B x Q x h x K) make it worth its transposed copy.
 FUSED_LATENT_SCORES = 1 << 24
-# A GEMM of this many multiply-adds is given a stream of its own where something can run beside it.
-FORKED_GEMM = 1 << 23
+# Experts of this many multiply-adds run beside the router, a gather of this many elements beside the queries' GEMM,
+# each on a stream of its own. Smaller ones were not seen to.
+FORKED_WORK = 1 << 23
 DTYPE_BYTES = {"float32": 4, "float16": 2, "bfloat16": 2}
 _FLOAT32 = _INT32 = 4
 # Layers of a kind that are worth listing: a third one fits into the regions of the two before it.
@@ -159,7 +160,7 @@ def _decomposed_latent(s: _Step, latent: LatentAttention, content: Buffer, rotar
     """Two GEMMs around a softmax. K is padded for them by copying, since a dynamic size may be any number."""
     h, r, width, t, e = s.a.num_heads, latent.kv_lora_rank, latent.latent_dim, s.n["T"], s.e
     pages, rows = s.n["B"] * s.n["K"] * width * e, s.n["B"] * s.n["Q"] * h
-    if h * t * latent.qk_nope_head_dim * r >= FORKED_GEMM:
+    if pages >= FORKED_WORK * e:
         s.plan.fork()
     gathered, values = s.plan.kernel(gathered_latent=pages, gathered_latent_padded=pages)
     (turned,) = s.plan.kernel(gathered, gathered_latent_transposed=pages)
@@ -195,7 +196,7 @@ def _routed_dense(s: _Step, residual: Buffer, normal: Buffer) -> tuple[Buffer, .
     t, width, count = s.n["T"], experts.intermediate_size, experts.num_routed
     wide = t * s.a.hidden_size * _FLOAT32
     router_input, experts_input = s.plan.kernel(normal, router_input_float32=wide, experts_input=s.hidden)
-    if count * t * s.a.hidden_size * 2 * width >= FORKED_GEMM:
+    if count * t * s.a.hidden_size * 2 * width >= FORKED_WORK:
         s.plan.fork()
     (one_hot,) = s.plan.gemm(router_input, one_hot=t * experts.top_k * count * _FLOAT32)
     s.plan.next_stream()
