@@ -7,12 +7,13 @@ from typing import TYPE_CHECKING
 
 import torch
 
+from pipeline.interpreter.compiler import compile_plan
 from pipeline.interpreter.constants import Constants
 from pipeline.interpreter.errors import ExecutionError, FeedError
 from pipeline.interpreter.fusion import fuse
 from pipeline.interpreter.graph import IN_PLACE, Graph, drop_unused, merge_equal
 from pipeline.interpreter.numerics import Mode, Numerics
-from pipeline.interpreter.plan import Plan, compile_plan
+from pipeline.interpreter.plan import Plan
 
 if TYPE_CHECKING:
     from pipeline.network.program import Program, TensorSpec
