@@ -6,7 +6,9 @@ ignored, pickles are refused.
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+import gc
+from collections.abc import Iterator, Mapping
+from contextlib import contextmanager
 from pathlib import Path, PurePath
 from typing import Any, NoReturn
 
@@ -37,7 +39,8 @@ PICKLE_HINT = (
     "a pickle can run any code on loading: take the repository's safetensors revision, or convert it in a sandbox with "
     "transformers' save_pretrained"
 )
-MAX_JSON = 256 << 20  # bytes; DeepSeek-V3's index takes 9 MB
+MAX_NAME = 255  # bytes of a file's name, on every file system in use
+MAX_JSON = 20 << 20  # bytes; DeepSeek-V3's index takes 9 MB
 
 
 class CheckpointFolder:
@@ -59,12 +62,14 @@ class CheckpointFolder:
                 f"{path}: there is no such folder",
                 hint="model.path must name a folder with config.json and safetensors",
             )
-        shards = _find_shards(path)
-        config = read_json(path / CONFIG)
-        files = [SafetensorsFile(path / name) for name in shards]
-        for file in files:
-            _check_index(file, shards[file.path.name])
-        return cls(path, config, files)
+        with _without_collection():
+            places = _find_shards(path)
+            config = read_json(path / CONFIG)
+            names = [SINGLE] if places is None else sorted(set(places.values()))
+            files = [SafetensorsFile(path / name) for name in names]
+            if places is not None:
+                _check_index(files, places)
+            return cls(path, config, files)
 
     @property
     def files(self) -> list[Path]:
@@ -111,63 +116,87 @@ def read_json(path: Path) -> dict[str, Any]:
     return value
 
 
-def _find_shards(path: Path) -> dict[str, set[str] | None]:
-    """Shard file name -> the tensors that the index says it holds (None without an index)."""
+@contextmanager
+def _without_collection() -> Iterator[None]:
+    """Headers make a hundred thousand objects and no cycles; the collector would go through them all repeatedly."""
+    enabled = gc.isenabled()
+    gc.disable()
+    try:
+        yield
+    finally:
+        if enabled:
+            gc.enable()
+
+
+def _find_shards(path: Path) -> dict[str, str] | None:
+    """The index: tensor -> the name of its shard, all of them files that are there. None for one file without index."""
     has_index, has_single = (path / INDEX).exists(), (path / SINGLE).exists()
     if has_index:
-        shards = _read_index(path / INDEX)
+        places = _read_index(path / INDEX)
+        shards = set(places.values())
         if has_single and SINGLE not in shards:
             problem = f"has both {SINGLE} and {INDEX}, which does not name it"
             _fail(path, problem, "delete the one that is not the model")
-        _check_present(path, shards)
-        return dict(shards)
+        _check_present(path, shards, places)
+        return places
     if has_single:
-        return {SINGLE: None}
+        return None
     _explain_absence(path)
 
 
-def _read_index(path: Path) -> dict[str, set[str]]:
-    weight_map = read_json(path).get("weight_map")
-    if not isinstance(weight_map, dict) or not weight_map:
+def _read_index(path: Path) -> dict[str, str]:
+    places = read_json(path).get("weight_map")
+    if not isinstance(places, dict) or not places:
         _fail(path, "has no weight_map, or an empty one")
-    shards: dict[str, set[str]] = {}
-    for tensor, name in weight_map.items():
+    accepted: set[Any] = set()
+    for tensor, name in places.items():
         # Every shard's name once: an index repeats it for each of up to 90,000 tensors.
-        if not isinstance(name, str) or (name not in shards and not _is_plain(name)):
-            _fail(path, f"places {tensor} in {name!r}, which is not the name of a file in the folder")
+        if name.__class__ is str and name in accepted:
+            continue
+        if not isinstance(name, str) or not _is_plain(name):
+            _fail(path, f"places {_spell(tensor)} in {_spell(name)}, which is not the name of a file in the folder")
         if name.endswith(PICKLES):
-            _fail(path, f"places {tensor} in {name}, a pickle", PICKLE_HINT)
-        shards.setdefault(name, set()).add(tensor)
-    return dict(sorted(shards.items()))
+            _fail(path, f"places {_spell(tensor)} in {name}, a pickle", PICKLE_HINT)
+        accepted.add(name)
+    return places
 
 
 def _is_plain(name: str) -> bool:
     """A file's own name, no path: an index must not lead out of its folder."""
-    return name.isprintable() and name not in ("", ".", "..") and PurePath(name).name == name and "\\" not in name
+    if not name.isprintable() or len(name.encode()) > MAX_NAME:
+        return False
+    return name not in ("", ".", "..") and PurePath(name).name == name and "\\" not in name
 
 
-def _check_present(path: Path, shards: Mapping[str, set[str]]) -> None:
+def _check_present(path: Path, shards: set[str], places: Mapping[str, str]) -> None:
     # A link counts where its target does: the hub's own cache is made of links.
-    missing = {name: tensors for name, tensors in shards.items() if not (path / name).is_file()}
+    missing = sorted(name for name in shards if not (path / name).is_file())
     if missing:
-        name, tensors = next(iter(missing.items()))
+        name = missing[0]
+        tensors = [tensor for tensor, place in places.items() if place == name]
+        example = _spell(min(tensors))
         more = f" (and {len(missing) - 1} more of {len(shards)} shards)" if len(missing) > 1 else ""
         is_there = (path / name).is_symlink() or (path / name).exists()
         what = "is a broken link or no regular file" if is_there else "is missing"
         raise CheckpointError(
-            f"{path / name} {what}; it holds {len(tensors)} of the model's tensors, {min(tensors)} among them{more}",
+            f"{path / name} {what}; it holds {len(tensors)} of the model's tensors, {example} among them{more}",
             hint="finish the download or copy",
         )
 
 
-def _check_index(file: SafetensorsFile, indexed: set[str] | None) -> None:
-    if indexed is None or file.tensors.keys() == indexed:
+def _check_index(files: list[SafetensorsFile], places: Mapping[str, str]) -> None:
+    found: dict[str, str] = {}
+    for file in files:
+        found.update(dict.fromkeys(file.tensors, file.path.name))
+    if found == places and sum(len(file.tensors) for file in files) == len(found):
         return
     hint = "the shards and the index are of two models"
-    for tensor in sorted(indexed - file.tensors.keys()):
-        _fail(file.path, f"does not hold {tensor}, which {INDEX} places there", hint)
-    for tensor in sorted(file.tensors.keys() - indexed):
-        _fail(file.path, f"holds {tensor}, which {INDEX} does not place there", hint)
+    for file in files:
+        indexed = {tensor for tensor, name in places.items() if name == file.path.name}
+        for tensor in sorted(indexed - file.tensors.keys()):
+            _fail(file.path, f"does not hold {_spell(tensor)}, which {INDEX} places there", hint)
+        for tensor in sorted(file.tensors.keys() - indexed):
+            _fail(file.path, f"holds {_spell(tensor)}, which {INDEX} does not place there", hint)
 
 
 def _explain_absence(path: Path) -> NoReturn:
@@ -183,3 +212,9 @@ def _explain_absence(path: Path) -> NoReturn:
 
 def _fail(path: Path, problem: str, hint: str = "copy the file again from the model") -> NoReturn:
     raise CheckpointError(f"{path} {problem}", hint=hint)
+
+
+def _spell(value: Any) -> str:
+    """A name from a hostile file, for a message."""
+    text = value if isinstance(value, str) and value.isprintable() else ascii(value)
+    return text if len(text) <= 200 else text[:197] + "..."

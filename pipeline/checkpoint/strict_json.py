@@ -5,14 +5,26 @@ from __future__ import annotations
 import json
 from typing import Any
 
+# Brackets, braces and commas in a text, and so about its values: a few bytes each make objects of a few hundred.
+MAX_VALUES = 600_000
 
-def parse_strict(text: bytes) -> Any:
+
+def parse_strict(text: bytes, *, unique: bool = True, fractions: bool = True) -> Any:
     """Parses UTF-8 JSON. Raises ValueError for anything else, with position and reason.
 
-    Duplicate keys are refused because readers disagree on which one counts; deep nesting because it exhausts the stack.
+    Duplicate keys are refused because readers disagree on which one counts, unless `unique` is False; deep nesting
+    because it exhausts the stack; more than MAX_VALUES values because they exhaust memory. `fractions` False refuses
+    numbers that are not written as integers.
     """
+    if sum(text.count(sign) for sign in (b",", b"[", b"{")) > MAX_VALUES:
+        raise ValueError(f"more than {MAX_VALUES} values")
+    decoder = json.JSONDecoder(
+        object_pairs_hook=_make_object if unique else None,
+        parse_constant=_refuse_constant,
+        parse_float=None if fractions else _refuse_fraction,
+    )
     try:
-        return json.loads(text.decode("utf-8"), object_pairs_hook=_make_object, parse_constant=_refuse_constant)
+        return decoder.decode(text.decode("utf-8"))
     except RecursionError as error:
         raise ValueError("nested too deeply") from error
 
@@ -30,3 +42,7 @@ def _make_object(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
 
 def _refuse_constant(name: str) -> Any:
     raise ValueError(f"{name} is not JSON")
+
+
+def _refuse_fraction(text: str) -> Any:
+    raise ValueError("a fraction, where there are only integers")

@@ -10,12 +10,11 @@ import math
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Protocol
 
-import numpy as np
-import numpy.typing as npt
-
 if TYPE_CHECKING:
     from collections.abc import Mapping
 
+    import numpy as np
+    import numpy.typing as npt
     import torch
 
 # safetensors type -> (bytes per element, torch type, TensorRT type); configs spell types as torch does.
@@ -83,6 +82,8 @@ class RawTensor:
 
     @staticmethod
     def from_numpy(array: npt.NDArray[np.generic]) -> RawTensor:
+        import numpy as np
+
         shape = tuple(array.shape)
         data = np.ascontiguousarray(array).reshape(-1).view(np.uint8)
         return RawTensor(SAFETENSORS_DTYPE[str(array.dtype)], shape, data)
