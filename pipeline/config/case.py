@@ -2,14 +2,16 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+import re
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
-from fnmatch import fnmatchcase
+from fnmatch import translate
 from functools import cached_property
 from typing import TYPE_CHECKING
 
 if TYPE_CHECKING:
     from pipeline.checkpoint.architecture import Architecture
+    from pipeline.checkpoint.layouts import Kind
     from pipeline.checkpoint.tensors import TensorInfo
     from pipeline.config.gpus import GPU
     from pipeline.config.schema import Build, Config, Parallel, Quantize
@@ -25,16 +27,16 @@ STATIC_ROPES = ("default", "linear", "yarn", "llama3")
 
 @dataclass(frozen=True, kw_only=True)
 class Linear:
-    """One weight matrix of the engine checkpoint that has a quantizable role. `name` is without `.weight`."""
+    """A kind of weight matrix of the engine checkpoint: `count` of one role and shape, that differ in layer and expert.
+
+    `name` is one of theirs, without `.weight`.
+    """
 
     name: str
     role: str
     out_features: int
     in_features: int
-
-    def matches(self, pattern: str) -> bool:
-        """Whether a shell pattern names this linear, with or without `.weight`."""
-        return fnmatchcase(self.name, pattern) or fnmatchcase(f"{self.name}.weight", pattern)
+    count: int = 1
 
     @property
     def is_row_parallel(self) -> bool:
@@ -102,27 +104,49 @@ class Case:
         return stated
 
     @cached_property
-    def linears(self) -> tuple[Linear, ...]:
-        """Every linear with a quantizable role, whether the config includes it or not."""
-        from pipeline.checkpoint.layouts import layout_for
+    def kinds(self) -> tuple[Kind, ...]:
+        """The tensors with a quantizable role, whether the config includes it or not."""
+        from pipeline.checkpoint.layouts import list_kinds
 
         return tuple(
-            Linear(
-                name=m.target.removesuffix(".weight"),
-                role=m.role,
-                out_features=m.target_shape[0],
-                in_features=m.target_shape[1],
-            )
-            for m in layout_for(self.architecture).mappings()
-            if m.role not in NEVER_QUANTIZED and len(m.target_shape) == 2
+            kind
+            for kind in list_kinds(self.architecture)
+            if kind.first.role not in NEVER_QUANTIZED and len(kind.first.target_shape) == 2
         )
+
+    @cached_property
+    def linears(self) -> tuple[Linear, ...]:
+        """The linears of `kinds`."""
+        return tuple(_describe(kind, kind.first.target, kind.count) for kind in self.kinds)
 
     @cached_property
     def chosen(self) -> tuple[Linear, ...]:
         """The linears that include and exclude leave."""
-        return tuple(
-            linear
-            for linear in self.linears
-            if linear.role in self.quantize.include
-            and not any(linear.matches(pattern) for pattern in self.quantize.exclude)
-        )
+        included = [kind for kind in self.kinds if kind.first.role in self.quantize.include]
+        if not self.quantize.exclude:
+            return tuple(_describe(kind, kind.first.target, kind.count) for kind in included)
+        excludes = compile_patterns(self.quantize.exclude)
+        left = [(kind, [name for name in kind.names() if not excludes(name)]) for kind in included]
+        return tuple(_describe(kind, names[0], len(names)) for kind, names in left if names)
+
+    def matches(self, pattern: str) -> bool:
+        """Whether a shell pattern names any linear."""
+        names = compile_patterns([pattern])
+        return any(names(name) for kind in self.kinds for name in kind.names())
+
+
+def compile_patterns(patterns: Sequence[str]) -> Callable[[str], object]:
+    """Whether any shell pattern names a tensor `X.weight`, with or without `.weight`."""
+    expression = re.compile("|".join(map(translate, patterns)))
+    return lambda name: expression.match(name.removesuffix(".weight")) or expression.match(name)
+
+
+def _describe(kind: Kind, name: str, count: int) -> Linear:
+    rows, columns = kind.first.target_shape
+    return Linear(
+        name=name.removesuffix(".weight"),
+        role=kind.first.role,
+        out_features=rows,
+        in_features=columns,
+        count=count,
+    )

@@ -15,11 +15,10 @@ def _note_backend(case: Case) -> str | None:
 
 def _note_smaller_groups(case: Case) -> str | None:
     wanted = case.quantize.group_size
-    groups = Counter(
-        (re.sub(r"\b\d+\b", "*", linear.name), group)
-        for linear in (case.chosen if case.is_int4 else ())
-        if (group := linear.pick_group(wanted)) != wanted
-    )
+    groups: Counter[tuple[str, int | None]] = Counter()
+    for linear in case.chosen if case.is_int4 else ():
+        if (group := linear.pick_group(wanted)) != wanted:
+            groups[re.sub(r"\b\d+\b", "*", linear.name), group] += linear.count
     texts = [
         f"{name} ({n}x): {f'groups of {group}' if group else 'stays 16-bit'}" for (name, group), n in groups.items()
     ]

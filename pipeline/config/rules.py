@@ -81,7 +81,7 @@ def _find_unsplit_layers(case: Case) -> str | None:
 def _find_unmatched_exclude(case: Case) -> str | None:
     if not case.is_int4:
         return None
-    unused = [p for p in case.quantize.exclude if not any(linear.matches(p) for linear in case.linears)]
+    unused = [pattern for pattern in case.quantize.exclude if not case.matches(pattern)]
     return f"{', '.join(unused)} matches no linear of the model" if unused else None
 
 

@@ -8,12 +8,12 @@ from __future__ import annotations
 
 import math
 import re
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field, replace
 from fnmatch import translate
 from typing import TYPE_CHECKING
 
-from pipeline.checkpoint.layouts import layout_for
+from pipeline.checkpoint.layouts import list_kinds
 from pipeline.engine.kernels import DTYPE_BYTES, plan_workspace
 from pipeline.engine.limits import BuildLimits, Profile, Rectangle
 from pipeline.engine.workspace import Workspace
@@ -22,7 +22,7 @@ from pipeline.network.spec import NetworkSpec
 
 if TYPE_CHECKING:
     from pipeline.checkpoint.architecture import Architecture
-    from pipeline.checkpoint.layouts import Mapping
+    from pipeline.checkpoint.layouts import Kind
 
 # What the CUDA context, the kernels' code and TensorRT's own objects take beside what is planned here. Not measured: no
 # GPU has run these engines yet; CUDA contexts of this size are usual.
@@ -117,14 +117,17 @@ def estimate_weights(architecture: Architecture, *, dtype: str, max_seq_len: int
     """Bytes of weights that the engine file will state, RoPE's tables among them."""
     e = DTYPE_BYTES[dtype]
     total = 0
-    for mapping, count in _count_tensors(architecture):
+    for kind in list_kinds(architecture):
+        mapping = kind.first
+        if mapping.optional:
+            continue
         elements, quantized = math.prod(mapping.target_shape), 0
         group = int4.pick_group(mapping.role, mapping.target_shape) if int4 else None
         if int4 and group:
-            quantized = count - _count_excluded(architecture, mapping, int4.exclude)
+            quantized = kind.count - _count_excluded(kind, int4.exclude)
             total += quantized * (elements // 2 + elements // group * e)
         # Routers run in float32, and their constants are widened when the engine is built.
-        total += (count - quantized) * elements * (_FLOAT32 if mapping.role == "router" else e)
+        total += (kind.count - quantized) * elements * (_FLOAT32 if mapping.role == "router" else e)
     rotary = architecture.latent.qk_rope_head_dim if architecture.latent else architecture.head_dim
     return total + max_seq_len * rotary * _FLOAT32
 
@@ -202,38 +205,10 @@ def _lengths(longest: int) -> list[int]:
     return [*lengths, longest]
 
 
-def _count_tensors(architecture: Architecture) -> Iterator[tuple[Mapping, int]]:
-    """One tensor of every kind with how many there are: the layout of one dense and one routed layer, one expert."""
-    layers = range(architecture.num_layers)
-    for routed in (False, True):
-        alike = [layer for layer in layers if architecture.is_routed(layer) == routed]
-        if alike:
-            for mapping in layout_for(replace(architecture, num_layers=alike[0] + 1)).layer_mappings(alike[0]):
-                if not mapping.optional and not mapping.expert:
-                    yield mapping, len(alike) * len(_experts_like(architecture, mapping))
-    for mapping in layout_for(replace(architecture, num_layers=1)).mappings():
-        if mapping.layer is None:
-            yield mapping, 1
-
-
-def _experts_like(architecture: Architecture, mapping: Mapping) -> range:
-    """The experts of a layer that have a tensor like this one; one, nameless, for a tensor of no expert."""
-    return range(architecture.experts.num_routed if architecture.experts and mapping.expert is not None else 1)
-
-
-def _count_excluded(architecture: Architecture, mapping: Mapping, patterns: Sequence[str]) -> int:
-    """How many of the tensors like this one a pattern names."""
-    if not patterns or mapping.layer is None:
+def _count_excluded(kind: Kind, patterns: Sequence[str]) -> int:
+    """How many of the tensors of a kind a pattern names, with or without `.weight`."""
+    if not patterns:
         return 0
-    base = mapping.target.removesuffix(".weight")
     # One expression for all patterns: DeepSeek-V3 has 45,000 expert linears to hold against them.
     excludes = re.compile("|".join(map(translate, patterns))).match
-    excluded = 0
-    for layer in range(architecture.num_layers):
-        if architecture.is_routed(layer) != architecture.is_routed(mapping.layer):
-            continue
-        name = base.replace(f".layers.{mapping.layer}.", f".layers.{layer}.", 1)
-        for expert in _experts_like(architecture, mapping):
-            exact = name.replace(f".experts.{mapping.expert}.", f".experts.{expert}.", 1)
-            excluded += bool(excludes(exact) or excludes(f"{exact}.weight"))
-    return excluded
+    return sum(1 for name in kind.names() if excludes(name.removesuffix(".weight")) or excludes(name))
