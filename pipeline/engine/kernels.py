@@ -20,9 +20,11 @@ from pipeline.engine.workspace import Buffer, Schedule, Workspace, place
 WIDEST_FUSED_HEAD = 256
 # A narrow latent is fused too, but only where this many scores (B x Q x h x K) make it worth its transposed copy.
 FUSED_LATENT_SCORES = 1 << 24
-# Experts of this many multiply-adds run beside the router, a gather of this many elements beside the queries' GEMM,
-# each on a stream of its own. Smaller ones were not seen to.
-FORKED_WORK = 1 << 23
+# Kernels that do not need each other run on streams of their own where they are work enough: experts of this many
+# multiply-adds beside the router, a gather of this many elements beside the queries' GEMM (of any size, once a layer
+# before it has used a second stream).
+FORKED_EXPERTS = 1 << 23
+FORKED_GATHER = 1 << 24
 DTYPE_BYTES = {"float32": 4, "float16": 2, "bfloat16": 2}
 _FLOAT32 = _INT32 = 4
 # Layers of a kind that are worth listing: a third one fits into the regions of the two before it.
@@ -49,6 +51,7 @@ class _Step:
     plan: Schedule = field(default_factory=Schedule)
     # Made by the first layer, read by all: the mask, RoPE's rows of the tables.
     shared: tuple[Buffer, ...] = ()
+    has_streams: bool = False  # an earlier layer has used a second stream
 
     @property
     def hidden(self) -> int:
@@ -160,7 +163,7 @@ def _decomposed_latent(s: _Step, latent: LatentAttention, content: Buffer, rotar
     """Two GEMMs around a softmax. K is padded for them by copying, since a dynamic size may be any number."""
     h, r, width, t, e = s.a.num_heads, latent.kv_lora_rank, latent.latent_dim, s.n["T"], s.e
     pages, rows = s.n["B"] * s.n["K"] * width * e, s.n["B"] * s.n["Q"] * h
-    if pages >= FORKED_WORK * e:
+    if s.has_streams or pages >= FORKED_GATHER * e:
         s.plan.fork()
     gathered, values = s.plan.kernel(gathered_latent=pages, gathered_latent_padded=pages)
     (turned,) = s.plan.kernel(gathered, gathered_latent_transposed=pages)
@@ -196,8 +199,9 @@ def _routed_dense(s: _Step, residual: Buffer, normal: Buffer) -> tuple[Buffer, .
     t, width, count = s.n["T"], experts.intermediate_size, experts.num_routed
     wide = t * s.a.hidden_size * _FLOAT32
     router_input, experts_input = s.plan.kernel(normal, router_input_float32=wide, experts_input=s.hidden)
-    if count * t * s.a.hidden_size * 2 * width >= FORKED_WORK:
+    if count * t * s.a.hidden_size * 2 * width >= FORKED_EXPERTS:
         s.plan.fork()
+        s.has_streams = True
     (one_hot,) = s.plan.gemm(router_input, one_hot=t * experts.top_k * count * _FLOAT32)
     s.plan.next_stream()
     (both,) = s.plan.gemm(experts_input, experts_gate_and_up=count * t * 2 * width * s.e)
