@@ -47,6 +47,7 @@ DEEPSEEK_V2 = Recipe(
     name="deepseek-v2-tiny",
     title="DeepSeek-V2 (MLA, routed experts, YaRN)",
     learning_rate=3e-3,
+    batch=8,
     balance=0.01,
     config={
         "architectures": ["DeepseekV2ForCausalLM"],
