@@ -7,12 +7,12 @@ digests of the source files it reads, the versions of the libraries that decide 
 from __future__ import annotations
 
 from dataclasses import dataclass
-from importlib.metadata import PackageNotFoundError, version
 from typing import TYPE_CHECKING, Any
 
 from pipeline.digest import cached_digest, digest_file, digest_json
 from pipeline.errors import ConfigError
 from pipeline.progress import SILENT
+from pipeline.stages.versions import find_version
 
 if TYPE_CHECKING:
     from collections.abc import Sequence
@@ -52,7 +52,7 @@ class Fingerprinter:
             "parameters": dict(stage.parameters(self.config)),
             "inputs": {name: self._prints[name].digest for name in stage.inputs if name in self._prints},
             "sources": {name: self._digest(name, files) for name, files in self.list_sources(stage).items()},
-            "libraries": {name: _version(name) for name in stage.libraries},
+            "libraries": {name: find_version(name) for name in stage.libraries},
             "target": stage.target(self.config) if stage.target else None,
         }
         found = self._prints[stage.name] = Fingerprint(digest=digest_json(record), record=record)
@@ -105,11 +105,3 @@ def list_source(paths: Sequence[Path], *, owner: str) -> list[tuple[str, Path]]:
 
 def _unread(files: Sequence[tuple[str, Path]]) -> int:
     return sum(path.stat().st_size for _, path in files if cached_digest(path) is None)
-
-
-def _version(name: str) -> str | None:
-    """A distribution's version from its metadata, None where it is not installed; imports nothing of it."""
-    try:
-        return version(name)
-    except PackageNotFoundError:
-        return None
