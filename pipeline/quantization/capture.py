@@ -19,7 +19,8 @@ if TYPE_CHECKING:
 
     from torch import Tensor, nn
 
-ROWS = 256  # on SmolLM2-135M, 64, 256 and 512 gave the same perplexity within its noise; clipping wants more than a group has columns
+# On SmolLM2-135M, 64, 256 and 512 gave the same perplexity within its noise; clipping wants more than a group's columns.
+ROWS = 256
 # Rows kept for all experts of a layer together, and for one at least: 64 rows of a 256-expert, 7168-wide layer are
 # already half a gigabyte.
 EXPERT_ROWS, FEWEST_EXPERT_ROWS = 16384, 64
