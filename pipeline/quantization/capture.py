@@ -19,7 +19,7 @@ if TYPE_CHECKING:
 
     from torch import Tensor, nn
 
-# On SmolLM2-135M, 64, 256 and 512 gave the same perplexity within its noise; clipping wants more than a group's columns.
+# On SmolLM2-135M, 64, 256 and 512 gave the same perplexity within its noise; clipping wants more than a group's size.
 ROWS = 256
 # Rows kept for all experts of a layer together, and for one at least: 64 rows of a 256-expert, 7168-wide layer are
 # already half a gigabyte.
