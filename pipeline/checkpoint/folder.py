@@ -51,8 +51,13 @@ class CheckpointFolder:
         self.config = config
         self.architecture: Architecture = parse_architecture(config, str(path / CONFIG))
         self._shards = files
-        self._owners = {name: file for file in files for name in file.tensors}
-        self.tensors: Mapping[str, TensorInfo] = {name: info for file in files for name, info in file.tensors.items()}
+        owners: dict[str, SafetensorsFile] = {}
+        tensors: dict[str, TensorInfo] = {}
+        for file in files:
+            owners |= dict.fromkeys(file.tensors, file)
+            tensors |= file.tensors
+        self._owners = owners
+        self.tensors: Mapping[str, TensorInfo] = tensors
 
     @classmethod
     def open(cls, path: Path) -> CheckpointFolder:
