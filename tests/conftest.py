@@ -2,6 +2,10 @@
 
 from __future__ import annotations
 
+import os
+
+os.environ.setdefault("GOMP_SPINCOUNT", "0")  # before torch is imported; see pipeline/cli/main.py
+
 from pathlib import Path
 
 import pytest

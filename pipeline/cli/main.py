@@ -21,6 +21,10 @@ if TYPE_CHECKING:
     from collections.abc import Sequence
     from types import FrameType
 
+# GNU OpenMP's threads spin at barriers by default: two torch processes on the same cores then hold each other up. Read
+# when torch loads the library, so set before any verb imports it.
+os.environ.setdefault("GOMP_SPINCOUNT", "0")
+
 VERBS = ("engine", "plan", "status", "validate", "inspect", "schema")
 
 # Beside those of pipeline.errors: what a shell reports for a signal, and sysexits' EX_SOFTWARE.

@@ -65,7 +65,9 @@ class Quantize(Section):
         default="round_to_nearest",
         description="Experts that calibration never reached: quantize without a search, stop, or take the layer's.",
     )
-    clip: bool = Field(default=False, description="Also search a clipping range for each group, as AWQ's authors do.")
+    clip: bool = Field(
+        default=True, description="awq: also search a clipping range for each group, as AWQ's authors do."
+    )
 
 
 class HeldOut(Section):

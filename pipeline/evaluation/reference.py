@@ -6,7 +6,7 @@ checkpoint itself is the source's is the conversion proof's business.
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
@@ -84,17 +84,16 @@ def _margin_recorder(experts: Experts, closeness: list[torch.Tensor]) -> Any:
     """A hook on the router that appends, per token, the smallest gap in score between a chosen and a spurned one."""
 
     def record(module: torch.nn.Module, inputs: tuple[torch.Tensor, ...], _output: object) -> None:
-        import torch
-
         x = inputs[0].reshape(-1, inputs[0].shape[-1]).float()
-        scores = torch.softmax(x @ module.weight.float().T, dim=-1)  # type: ignore[operator]
-        closeness.append(router_margin(scores, experts))
+        scores = SCORES[experts.scoring_func](x @ module.weight.float().T)  # type: ignore[operator]
+        closeness.append(router_margin(scores + getattr(module, "e_score_correction_bias", 0.0), experts))
 
     return record
 
 
 def router_margin(scores: torch.Tensor, experts: Experts) -> torch.Tensor:
-    """[T] from scores [T, E]: the gap at the edge of the chosen groups, then of the chosen experts; the smaller one."""
+    """[T] from what experts are ranked by, scores [T, E], with the correction bias where there is one: the gap at the
+    edge of the chosen groups, then of the chosen experts; the smaller one."""
     import torch
 
     def edge(values: torch.Tensor, k: int) -> torch.Tensor:
@@ -103,10 +102,21 @@ def router_margin(scores: torch.Tensor, experts: Experts) -> torch.Tensor:
         top = values.topk(k + 1, dim=-1).values
         return top[..., k - 1] - top[..., k]
 
-    if experts.topk_method != "group_limited_greedy":
+    if experts.topk_method not in GROUP_SCORES:
         return edge(scores, experts.top_k)
     groups = scores.reshape(*scores.shape[:-1], experts.n_group, -1)
-    best = groups.max(dim=-1).values
+    best = GROUP_SCORES[experts.topk_method](groups)
     chosen = torch.zeros_like(best).scatter(-1, best.topk(experts.topk_group, dim=-1).indices, 1.0)
-    masked = groups.masked_fill(chosen[..., None] == 0, 0.0).flatten(-2)
+    masked = groups.masked_fill(chosen[..., None] == 0, -torch.inf).flatten(-2)
     return torch.minimum(edge(best, experts.topk_group), edge(masked, experts.top_k))
+
+
+# What the routers of DeepSeek-V2 (softmax; a group is as good as its best expert) and V3 (sigmoid; its best two) rank.
+SCORES: dict[str, Callable[[torch.Tensor], torch.Tensor]] = {
+    "softmax": lambda logits: logits.softmax(-1),
+    "sigmoid": lambda logits: logits.sigmoid(),
+}
+GROUP_SCORES: dict[str, Callable[[torch.Tensor], torch.Tensor]] = {
+    "group_limited_greedy": lambda groups: groups.amax(-1),
+    "noaux_tc": lambda groups: groups.topk(2, dim=-1).values.sum(-1),
+}

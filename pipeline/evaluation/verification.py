@@ -10,10 +10,9 @@ from __future__ import annotations
 import math
 from collections.abc import Sequence
 from dataclasses import asdict, dataclass
-from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from pipeline.errors import CheckpointError
+from pipeline.checkpoint.text import encode_file, encode_text
 from pipeline.evaluation.conversion_proof import ConversionProof, prove_conversion
 from pipeline.evaluation.forward import read_program
 from pipeline.evaluation.gates import Gate
@@ -26,6 +25,7 @@ if TYPE_CHECKING:
     from pipeline.network.spec import NetworkSpec
     from pipeline.progress import Progress
 
+TOKENIZER = "tokenizer.json"
 WHOLE_NETWORK_LIMIT = 4 << 30  # bytes of fp32 weights up to which the whole network is interpreted at once
 
 
@@ -84,7 +84,7 @@ def verify(
     built = quantized or converted
     architecture = built.architecture
     conversion = prove_conversion(source, converted, progress)
-    prompts = [encode(source.path, text) for text in settings.prompts]
+    prompts = [encode_text(source.path / TOKENIZER, text) for text in settings.prompts]
     sequences = make_sequences(
         prompts, decode_tokens=settings.decode_tokens, architecture=architecture, max_seq_len=spec.max_seq_len
     )
@@ -121,10 +121,13 @@ def _measure_quality(
     progress: Progress,
 ) -> Quality:
     heldout = settings.heldout
-    text = "\n".join(_read_text(path) for path in heldout.files)
+    tokenizer = source.path / TOKENIZER
+    tokens = [
+        token for path in heldout.files for token in encode_file(tokenizer, path, setting="stages.verify.heldout.files")
+    ]
     window = min(heldout.window, spec.max_seq_len)
     origin = ", ".join(map(str, heldout.files))
-    windows = cut_windows(encode(source.path, text), total=heldout.tokens, window=window, origin=origin)
+    windows = cut_windows(tokens, total=heldout.tokens, window=window, origin=origin)
     return compare(converted, quantized, converted.architecture, spec, windows, progress)
 
 
@@ -176,27 +179,3 @@ def _judge(
                 Gate(name=name, value=value, bound=bound, relation=relation, meaning=meaning, blame=worst)  # type: ignore[arg-type]
             )
     return gates
-
-
-def encode(folder: Path, text: str) -> list[int]:
-    """Token ids of `text` by the checkpoint's own tokenizer.json, without special tokens. Raises CheckpointError."""
-    from tokenizers import Tokenizer
-
-    path = folder / "tokenizer.json"
-    try:
-        tokenizer = Tokenizer.from_file(str(path))
-    except Exception as error:  # the library raises bare Exception for every fault
-        raise CheckpointError(
-            f"{path}: cannot be read as a tokenizer ({error})", hint="copy tokenizer.json from the model's hub page"
-        ) from error
-    ids: list[int] = tokenizer.encode(text, add_special_tokens=False).ids
-    return ids
-
-
-def _read_text(path: Path) -> str:
-    try:
-        return path.read_text(encoding="utf-8")
-    except (OSError, UnicodeDecodeError) as error:
-        raise CheckpointError(
-            f"{path}: cannot be read as UTF-8 text ({error})", hint="see stages.verify.heldout.files"
-        ) from error

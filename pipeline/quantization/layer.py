@@ -89,9 +89,14 @@ def _take(
             "alpha": choice.alpha,
             "scale": place,
             "clipped": name in choice.limits,
-            "loss_before": loss.before if loss else None,
-            "loss_after": loss.after if loss else None,
+            "loss_before": _round(loss.before) if loss else None,
+            "loss_after": _round(loss.after) if loss else None,
         }
+
+
+def _round(loss: float) -> float:
+    """Four digits: the last bits of a sum depend on the number of threads, and equal runs are to give equal bytes."""
+    return float(f"{loss:.4g}")
 
 
 def _find_starved(captured: Captured | None) -> list[int]:

@@ -5,15 +5,14 @@ from __future__ import annotations
 import random
 from typing import TYPE_CHECKING
 
+from pipeline.checkpoint.text import encode_file
 from pipeline.errors import QuantizationError
 
 if TYPE_CHECKING:
-    from collections.abc import Iterator, Sequence
+    from collections.abc import Sequence
     from pathlib import Path
 
     from torch import Tensor
-
-CHUNK_CHARACTERS = 1 << 16  # tokenized at a time: a whole file in one call is slow and large
 
 
 def sample_tokens(
@@ -28,8 +27,8 @@ def sample_tokens(
 ) -> Tensor:
     """int64 [samples, length] token ids, pieces in the order of the text, none twice.
 
-    Every piece begins with `bos` where there is one, as the model's real inputs do. Raises QuantizationError for a
-    missing or undecodable file, too little text, and ids beyond the model's vocabulary.
+    Every piece begins with `bos` where there is one, as the model's real inputs do. Raises QuantizationError for too
+    little text and ids beyond the model's vocabulary, CheckpointError for files that cannot be read.
     """
     import torch
 
@@ -39,7 +38,7 @@ def sample_tokens(
     counts: dict[Path, int] = {}
     pieces: list[list[int]] = []
     for file in files:
-        ids = _encode(tokenizer_file, file)
+        ids = encode_file(tokenizer_file, file, setting="stages.quantize.calibration.files")
         counts[file] = len(ids)
         pieces += [ids[start : start + wanted] for start in range(0, len(ids) - wanted + 1, wanted)]
     if len(pieces) < samples:
@@ -58,28 +57,3 @@ def sample_tokens(
             hint="the tokenizer belongs to another model",
         )
     return tokens
-
-
-def _encode(tokenizer_file: Path, file: Path) -> list[int]:
-    from tokenizers import Tokenizer
-
-    try:
-        tokenizer = Tokenizer.from_file(str(tokenizer_file))
-    except Exception as error:  # the library raises bare Exception
-        raise QuantizationError(f"{tokenizer_file}: {error}", hint="calibration needs a tokenizer.json") from error
-    tokenizer.no_truncation()
-    tokenizer.no_padding()
-    try:
-        encodings = tokenizer.encode_batch(list(_chunks(file)), add_special_tokens=False)
-    except (OSError, UnicodeDecodeError) as error:
-        raise QuantizationError(
-            f"calibration file {file}: {error}", hint="stages.quantize.calibration.files names UTF-8 text files"
-        ) from error
-    return [token for encoding in encodings for token in encoding.ids]
-
-
-def _chunks(file: Path) -> Iterator[str]:
-    """The text in parts that end at a line's end, so that no word is cut."""
-    with open(file, encoding="utf-8") as text:
-        while lines := text.readlines(CHUNK_CHARACTERS):
-            yield "".join(lines)

@@ -3,14 +3,12 @@
 from __future__ import annotations
 
 import json
-from pathlib import Path
 
 import pytest
 
 from pipeline.checkpoint.folder import CheckpointFolder
 from pipeline.config.settings import Gates, HeldOut, Verify
-from pipeline.errors import CheckpointError
-from pipeline.evaluation.verification import Verification, encode, verify
+from pipeline.evaluation.verification import Verification, verify
 from pipeline.network.spec import NetworkSpec
 from pipeline.progress import SILENT
 from pipeline.quantization.quantize import quantize_checkpoint
@@ -63,9 +61,3 @@ def test_the_record_is_json_and_the_summary_has_a_line_per_gate_and_layer(verifi
     assert summary.count("FAIL") == 2
     assert summary.count("skip") == 1
     assert verified.network_digest in summary
-
-
-def test_a_damaged_tokenizer_is_named(tmp_path: Path) -> None:
-    (tmp_path / "tokenizer.json").write_text("{}")
-    with pytest.raises(CheckpointError, match=r"tokenizer\.json"):
-        encode(tmp_path, "text")

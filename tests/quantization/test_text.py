@@ -43,13 +43,6 @@ def test_pieces_are_the_text_itself(tokenizer: Path, tmp_path: Path) -> None:
     assert "".join(decode(tokenizer, piece[1:]) for piece in tokens) == lines
 
 
-def test_chunks_do_not_show(tokenizer: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    (tmp_path / "a.txt").write_text("".join(f"a line of text, number {i}\n" for i in range(200)))
-    whole = sample(tokenizer, tmp_path / "a.txt", samples=20, length=16)
-    monkeypatch.setattr(text, "CHUNK_CHARACTERS", 100)
-    assert torch.equal(sample(tokenizer, tmp_path / "a.txt", samples=20, length=16), whole)
-
-
 def test_seed_decides(tokenizer: Path, tmp_path: Path) -> None:
     (tmp_path / "a.txt").write_text("".join(f"{i} " for i in range(2000)))
     (tmp_path / "b.txt").write_text("".join(f"{i} " for i in range(5000, 6000)))
@@ -65,17 +58,6 @@ def test_too_little_text_names_files_and_counts(tokenizer: Path, tmp_path: Path)
     found = re.escape(f"there are 2 ({tmp_path}/a.txt: 20 tokens; {tmp_path}/b.txt: 7 tokens)")
     with pytest.raises(QuantizationError, match=r"4 pieces of 8 tokens are wanted, " + found):
         sample(tokenizer, tmp_path / "a.txt", tmp_path / "b.txt")
-
-
-def test_files_that_cannot_be_read(tokenizer: Path, tmp_path: Path) -> None:
-    with pytest.raises(QuantizationError, match=r"missing\.txt"):
-        sample(tokenizer, tmp_path / "missing.txt")
-    (tmp_path / "binary.txt").write_bytes(b"\xff\xfe" * 100)
-    with pytest.raises(QuantizationError, match=r"binary\.txt.*decode"):
-        sample(tokenizer, tmp_path / "binary.txt")
-    (tmp_path / "other.json").write_text("{}")
-    with pytest.raises(QuantizationError, match=r"other\.json"):
-        sample(tmp_path / "other.json", tmp_path / "binary.txt")
 
 
 def test_tokenizer_of_another_model(tokenizer: Path, tmp_path: Path) -> None:

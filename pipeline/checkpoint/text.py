@@ -1,0 +1,58 @@
+"""Text to token ids, by a checkpoint's own tokenizer.json: what calibrates and what judges is read the same way."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Iterator
+from pathlib import Path
+from typing import TYPE_CHECKING
+
+from pipeline.errors import CheckpointError
+
+if TYPE_CHECKING:
+    from tokenizers import Tokenizer
+
+CHUNK_CHARACTERS = 1 << 16  # tokenized at a time: a whole file in one call is slow and large
+
+
+def encode_text(tokenizer_file: Path, text: str) -> list[int]:
+    """Token ids, without special tokens. Raises CheckpointError for a tokenizer that cannot be read."""
+    ids: list[int] = _load(tokenizer_file).encode(text, add_special_tokens=False).ids
+    return ids
+
+
+def encode_file(tokenizer_file: Path, file: Path, *, setting: str) -> list[int]:
+    """Token ids of a UTF-8 text file, cut at lines' ends only, without special tokens.
+
+    Raises CheckpointError for the tokenizer, or for the file, naming the `setting` of the config that names it.
+    """
+    tokenizer = _load(tokenizer_file)
+    try:
+        encodings = tokenizer.encode_batch(list(_chunks(file)), add_special_tokens=False)
+    except (OSError, UnicodeDecodeError) as error:
+        raise CheckpointError(f"{file}: {error}", hint=f"{setting} names UTF-8 text files") from error
+    return _join(encoding.ids for encoding in encodings)
+
+
+def _load(tokenizer_file: Path) -> Tokenizer:
+    from tokenizers import Tokenizer
+
+    try:
+        tokenizer = Tokenizer.from_file(str(tokenizer_file))
+    except Exception as error:  # the library raises bare Exception for every fault
+        raise CheckpointError(
+            f"{tokenizer_file}: {error}", hint="copy tokenizer.json from the model's own repository"
+        ) from error
+    tokenizer.no_truncation()
+    tokenizer.no_padding()
+    return tokenizer
+
+
+def _chunks(file: Path) -> Iterator[str]:
+    """The text in parts that end at a line's end, so that no word is cut."""
+    with open(file, encoding="utf-8") as text:
+        while lines := text.readlines(CHUNK_CHARACTERS):
+            yield "".join(lines)
+
+
+def _join(parts: Iterable[list[int]]) -> list[int]:
+    return [token for part in parts for token in part]

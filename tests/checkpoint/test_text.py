@@ -1,0 +1,33 @@
+from pathlib import Path
+
+import pytest
+from transformers import AutoTokenizer
+
+from pipeline.checkpoint.text import CHUNK_CHARACTERS, encode_file, encode_text
+from pipeline.errors import CheckpointError
+
+
+def test_files_encode_as_transformers_does(llama_path: Path, tmp_path: Path) -> None:
+    text = "naïve — 数学\n" * (CHUNK_CHARACTERS // 8)  # more than one chunk
+    (tmp_path / "text.txt").write_text(text, encoding="utf-8")
+    expected = AutoTokenizer.from_pretrained(llama_path).encode(text, add_special_tokens=False)
+    assert encode_file(llama_path / "tokenizer.json", tmp_path / "text.txt", setting="x") == expected
+    assert encode_text(llama_path / "tokenizer.json", text) == expected
+
+
+def test_a_damaged_tokenizer_is_named(tmp_path: Path) -> None:
+    (tmp_path / "tokenizer.json").write_text("{}")
+    with pytest.raises(CheckpointError, match=r"tokenizer\.json"):
+        encode_text(tmp_path / "tokenizer.json", "text")
+
+
+def test_a_file_that_is_no_text_is_named_with_its_setting(llama_path: Path, tmp_path: Path) -> None:
+    (tmp_path / "text.txt").write_bytes(b"\xff\xfe\x00")
+    with pytest.raises(CheckpointError, match=r"text\.txt") as caught:
+        encode_file(llama_path / "tokenizer.json", tmp_path / "text.txt", setting="stages.verify.heldout.files")
+    assert "stages.verify.heldout.files" in str(caught.value)
+
+
+def test_missing_text_is_named(llama_path: Path, tmp_path: Path) -> None:
+    with pytest.raises(CheckpointError, match=r"missing\.txt"):
+        encode_file(llama_path / "tokenizer.json", tmp_path / "missing.txt", setting="x")
