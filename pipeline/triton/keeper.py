@@ -1,0 +1,108 @@
+"""Keeps one tritonserver: a process between it and who asked for it, so that nothing of it is ever left behind.
+
+    python -m pipeline.triton.keeper  < commands
+
+The first line of standard input is the job as JSON. "stop SECONDS" ends the server gracefully, and so does the end of
+the input: whoever asked for the server may be killed, and then cannot clean up. Whatever the server leaves (stubs that
+outlive it, and their shared memory) is ended and removed. Printed are the server's process id, and at last the status.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import ctypes
+import json
+import os
+import select
+import signal
+import subprocess
+import sys
+import time
+from pathlib import Path
+
+SHARED_MEMORY = Path("/dev/shm")
+_PR_SET_CHILD_SUBREAPER = 36
+_POLL_S, _KILL_S = 0.1, 10.0
+
+
+def main() -> None:
+    job = json.loads(sys.stdin.readline())
+    # Ctrl-C and a terminal that closes reach the whole foreground: it is for who asked to say when the server ends.
+    for number in (signal.SIGINT, signal.SIGTERM, signal.SIGHUP):
+        signal.signal(number, signal.SIG_IGN)
+    # Orphaned stubs become children of this process, which can then wait for their end.
+    ctypes.CDLL(None, use_errno=True).prctl(_PR_SET_CHILD_SUBREAPER, 1, 0, 0, 0)
+    try:
+        with open(job["log"], "ab") as log:
+            child = subprocess.Popen(
+                job["command"],
+                stdin=subprocess.DEVNULL,
+                stdout=log,
+                stderr=log,
+                start_new_session=True,
+                preexec_fn=_restore_signals,
+            )
+    except OSError as error:
+        print(f"error {error}", flush=True)
+        return
+    try:
+        print(child.pid, flush=True)
+        _end(child, _wait_for_command(child, job["grace"]))
+    finally:
+        _kill_group(child.pid)
+        remove_shared_memory(job["shared_memory_prefix"])
+    with contextlib.suppress(BrokenPipeError):
+        print(child.returncode, flush=True)
+
+
+def remove_shared_memory(prefix: str) -> list[str]:
+    """Removes what stubs left under /dev/shm, and returns the names."""
+    removed = []
+    for path in SHARED_MEMORY.glob(f"{prefix}*"):
+        with contextlib.suppress(FileNotFoundError):
+            path.unlink()
+            removed.append(path.name)
+    return removed
+
+
+def _restore_signals() -> None:
+    for number in (signal.SIGINT, signal.SIGTERM, signal.SIGHUP):
+        signal.signal(number, signal.SIG_DFL)
+
+
+def _wait_for_command(child: subprocess.Popen[bytes], grace: float) -> float:
+    """Waits until the server ends by itself, or the input says that it is to: the seconds it then has."""
+    while child.poll() is None:
+        ready, _, _ = select.select([sys.stdin], [], [], _POLL_S)
+        if ready:
+            _, _, seconds = sys.stdin.readline().strip().partition(" ")
+            return float(seconds) if seconds else grace
+    return 0.0
+
+
+def _end(child: subprocess.Popen[bytes], grace: float) -> None:
+    if child.poll() is None:
+        child.terminate()
+        with contextlib.suppress(subprocess.TimeoutExpired):
+            child.wait(grace)
+    if child.poll() is None:
+        child.kill()
+        child.wait()
+
+
+def _kill_group(group: int) -> None:
+    """Ends every process of the server's group, and waits for it."""
+    deadline = time.monotonic() + _KILL_S
+    while time.monotonic() < deadline:
+        try:
+            os.killpg(group, signal.SIGKILL)
+        except ProcessLookupError:
+            return
+        with contextlib.suppress(ChildProcessError):
+            while os.waitpid(-1, os.WNOHANG)[0]:
+                pass
+        time.sleep(0.02)
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,49 @@
+"""A server's processes and shared memory, as /proc and /dev/shm show them."""
+
+from __future__ import annotations
+
+import contextlib
+import os
+import re
+from pathlib import Path
+
+from pipeline.triton.keeper import SHARED_MEMORY, remove_shared_memory
+
+PREFIX = "trtseek"  # of the names under /dev/shm
+STUB = "triton_python_backend_stub"
+
+
+def is_alive(pid: int | None) -> bool:
+    """Whether the process runs; one that has ended and was not waited for does not."""
+    state = _read_stat(pid) if pid is not None else None
+    return state is not None and state[0] != "Z"
+
+
+def find_stubs(parent: int) -> dict[int, str]:
+    """The stubs among a server's children, by process id, each with its command line."""
+    found = {}
+    for entry in os.scandir("/proc"):
+        if entry.name.isdigit() and (state := _read_stat(int(entry.name))) and state[1] == parent and state[0] != "Z":
+            with contextlib.suppress(OSError):
+                command = Path(entry.path, "cmdline").read_bytes().replace(b"\0", b" ").decode(errors="replace")
+                if STUB in command:
+                    found[int(entry.name)] = command.strip()
+    return found
+
+
+def remove_stale_memory() -> None:
+    """Removes the shared memory of servers whose keepers were killed. Names hold the process id of who started them."""
+    for path in SHARED_MEMORY.glob(f"{PREFIX}_*"):
+        match = re.match(rf"({PREFIX}_(\d+)_[0-9a-f]+_)", path.name)
+        if match and not is_alive(int(match[2])):
+            remove_shared_memory(match[1])
+
+
+def _read_stat(pid: int) -> tuple[str, int] | None:
+    """State and parent of a process, None where there is none."""
+    try:
+        text = Path(f"/proc/{pid}/stat").read_text()
+    except OSError:
+        return None
+    state, parent = text.rpartition(")")[2].split()[:2]
+    return state, int(parent)
