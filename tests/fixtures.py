@@ -7,8 +7,9 @@ enough that a wrong order, a dropped scale or a transposed expert shows.
 
     path = llama(tmp_path / "m", rope="yarn", num_hidden_layers=1)
     path = deepseek_v2(tmp_path / "m", q_lora_rank=None, dtype="float16")
+    path = deepseek_v3(tmp_path / "m", fp8=True)      # as DeepSeek ships it: 128 x 128 blocks, ragged ones included
 
-Both take any key of config.json as a keyword, and:
+All (qwen2 is the fourth) take any key of config.json as a keyword, and:
     rope         a key of LLAMA_ROPES or V2_ROPES (an explicit rope_scaling=… wins)
     dtype        float32, float16 or bfloat16
     shards       number of .safetensors files; 1 leaves out the index
@@ -131,6 +132,123 @@ V2_CONFIG: dict[str, Any] = {
 }
 
 
+# huggingface.co/deepseek-ai/DeepSeek-R1-Distill-Qwen-1.5B, cut down. The class has biases on q, k and v without a key
+# for them; sliding_window stands there and is not used.
+QWEN2_CONFIG: dict[str, Any] = {
+    "architectures": ["Qwen2ForCausalLM"],
+    "attention_dropout": 0.0,
+    "bos_token_id": 0,
+    "eos_token_id": 1,
+    "hidden_act": "silu",
+    "hidden_size": 128,
+    "initializer_range": 0.02,
+    "intermediate_size": 256,
+    "max_position_embeddings": 256,
+    "max_window_layers": 21,
+    "model_type": "qwen2",
+    "num_attention_heads": 4,
+    "num_hidden_layers": 3,
+    "num_key_value_heads": 2,
+    "rms_norm_eps": 1e-06,
+    "rope_theta": 10000,
+    "sliding_window": 64,
+    "tie_word_embeddings": False,
+    "torch_dtype": "bfloat16",
+    "transformers_version": "4.44.0",
+    "use_cache": True,
+    "use_mrope": False,
+    "use_sliding_window": False,
+    "vocab_size": 512,
+}
+# huggingface.co/deepseek-ai/DeepSeek-R1-Distill-Llama-8B: the keys that set it apart from LLAMA_CONFIG, sizes aside.
+R1_DISTILL_LLAMA: dict[str, Any] = {
+    "attention_dropout": 0.0,
+    "mlp_bias": False,
+    "rms_norm_eps": 1e-05,
+    "rope_scaling": {
+        "factor": 8.0,
+        "low_freq_factor": 1.0,
+        "high_freq_factor": 4.0,
+        "original_max_position_embeddings": 64,
+        "rope_type": "llama3",
+    },
+    "rope_theta": 500000.0,
+    "transformers_version": "4.43.0.dev0",
+}
+# huggingface.co/deepseek-ai/DeepSeek-V2-Lite, with fewer layers, a small vocabulary, hidden size and experts. The dense
+# width is its own: 10944 = 64 * 171.
+V2_LITE_SHAPES: dict[str, Any] = {
+    "hidden_size": 256,
+    "intermediate_size": 10944,
+    "kv_lora_rank": 512,
+    "moe_intermediate_size": 128,
+    "n_group": 1,
+    "n_routed_experts": 64,
+    "num_attention_heads": 16,
+    "num_experts_per_tok": 6,
+    "num_hidden_layers": 2,
+    "num_key_value_heads": 16,
+    "q_lora_rank": None,
+    "qk_nope_head_dim": 128,
+    "qk_rope_head_dim": 64,
+    "routed_scaling_factor": 1.0,
+    "topk_group": 1,
+    "topk_method": "greedy",
+    "v_head_dim": 128,
+}
+# huggingface.co/deepseek-ai/DeepSeek-V3 (and R1, V3.1), cut down.
+V3_CONFIG: dict[str, Any] = {
+    "architectures": ["DeepseekV3ForCausalLM"],
+    "attention_bias": False,
+    "attention_dropout": 0.0,
+    "auto_map": {"AutoModelForCausalLM": "modeling_deepseek.DeepseekV3ForCausalLM"},
+    "bos_token_id": 0,
+    "eos_token_id": 1,
+    "ep_size": 1,
+    "first_k_dense_replace": 1,
+    "hidden_act": "silu",
+    "hidden_size": 128,
+    "initializer_range": 0.02,
+    "intermediate_size": 256,
+    "kv_lora_rank": 64,
+    "max_position_embeddings": 256,
+    "model_type": "deepseek_v3",
+    "moe_intermediate_size": 64,
+    "moe_layer_freq": 1,
+    "n_group": 4,
+    "n_routed_experts": 16,
+    "n_shared_experts": 1,
+    "norm_topk_prob": True,
+    "num_attention_heads": 4,
+    "num_experts_per_tok": 4,
+    "num_hidden_layers": 3,
+    "num_key_value_heads": 4,
+    "num_nextn_predict_layers": 1,
+    "q_lora_rank": 64,
+    "qk_nope_head_dim": 32,
+    "qk_rope_head_dim": 16,
+    "rms_norm_eps": 1e-06,
+    "rope_scaling": None,
+    "rope_theta": 10000,
+    "routed_scaling_factor": 2.5,
+    "scoring_func": "sigmoid",
+    "tie_word_embeddings": False,
+    "topk_group": 2,
+    "topk_method": "noaux_tc",
+    "torch_dtype": "bfloat16",
+    "transformers_version": "4.33.1",
+    "use_cache": True,
+    "v_head_dim": 32,
+    "vocab_size": 512,
+}
+FP8_CONFIG: dict[str, Any] = {
+    "activation_scheme": "dynamic",
+    "fmt": "e4m3",
+    "quant_method": "fp8",
+    "weight_block_size": [128, 128],
+}
+
+
 def llama(path: Path, *, rope: str = "linear", dtype: str = "bfloat16", **options: Any) -> Path:
     """Writes a GQA Llama and returns its folder."""
     files, overrides = _split(options)
@@ -143,6 +261,62 @@ def deepseek_v2(path: Path, *, rope: str = "yarn", dtype: str = "bfloat16", **op
     files, overrides = _split(options)
     config = {**V2_CONFIG, "rope_scaling": _copy(V2_ROPES[rope]), "torch_dtype": dtype, **overrides}
     return _write(path, config, _v2_shapes(config), dtype, **files)
+
+
+def qwen2(path: Path, *, dtype: str = "bfloat16", **options: Any) -> Path:
+    """Writes a GQA Qwen2, biased in q, k and v, and returns its folder."""
+    files, overrides = _split(options)
+    config = {**QWEN2_CONFIG, "torch_dtype": dtype, **overrides}
+    return _write(path, config, _llama_shapes(config), dtype, **files)
+
+
+def deepseek_v3(
+    path: Path, *, rope: str = "yarn", dtype: str = "bfloat16", fp8: bool = False, mtp: bool = True, **options: Any
+) -> Path:
+    """Writes a DeepSeek-V3 with its MTP layer and returns its folder.
+
+    fp8: linears in F8_E4M3 with scales of 128 x 128 blocks, as DeepSeek has them. mtp=False: config.json speaks of the
+    layer, but its tensors are not there, as in many copies of the model.
+    """
+    files, overrides = _split(options)
+    config = {**V3_CONFIG, "rope_scaling": _copy(V2_ROPES[rope]), "torch_dtype": dtype, **overrides}
+    if fp8:
+        config["quantization_config"] = _copy(FP8_CONFIG)
+    edit = files.pop("edit", None)
+
+    def finish(tensors: Tensors) -> None:
+        for name in [name for name in tensors if name.endswith("e_score_correction_bias")]:
+            tensors[name] = tensors[name].float()
+        if fp8:
+            quantize_fp8(tensors)
+        if edit is not None:
+            edit(tensors)
+
+    return _write(path, config, _v3_shapes(config, mtp=mtp), dtype, edit=finish, **files)
+
+
+# What DeepSeek leaves in bfloat16, beside everything that is no matrix.
+NOT_FP8 = ("embed_tokens", "lm_head", "shared_head", "mlp.gate.", "eh_proj")
+
+
+def quantize_fp8(tensors: Tensors) -> None:
+    """Every linear to F8_E4M3 by blocks of 128 x 128, the last ones of a row or column smaller: X.weight, and
+    X.weight_scale_inv, which a weight is multiplied by to get it back."""
+    for name in [name for name, t in tensors.items() if t.ndim == 2 and not any(part in name for part in NOT_FP8)]:
+        weight = tensors[name].float()
+        rows, columns = weight.shape
+        stored = torch.empty(rows, columns, dtype=torch.float8_e4m3fn)
+        scales = torch.empty(-(-rows // 128), -(-columns // 128))
+        for i in range(scales.shape[0]):
+            for j in range(scales.shape[1]):
+                block = weight[128 * i : 128 * (i + 1), 128 * j : 128 * (j + 1)]
+                scales[i, j] = block.abs().max() / 448
+                stored[128 * i : 128 * (i + 1), 128 * j : 128 * (j + 1)] = block / scales[i, j]
+        place = list(tensors).index(name)
+        items = list(tensors.items())
+        items[place : place + 1] = [(name, stored), (f"{name}_scale_inv", scales)]
+        tensors.clear()
+        tensors.update(items)
 
 
 def random_tensors(shapes: Shapes, dtype: str, seed: int) -> Tensors:
@@ -229,39 +403,66 @@ def _llama_shapes(c: dict[str, Any]) -> Shapes:
     shapes: Shapes = {"model.embed_tokens.weight": (c["vocab_size"], hidden)}
     for layer in range(c["num_hidden_layers"]):
         prefix = f"model.layers.{layer}."
-        shapes |= _linears(prefix + "self_attn.", attention, c["attention_bias"])
+        bias = c.get("attention_bias", False)
+        shapes |= _linears(prefix + "self_attn.", attention, bias)
+        if c["model_type"] == "qwen2":
+            shapes |= {f"{prefix}self_attn.{part}_proj.bias": attention[f"{part}_proj"][:1] for part in "qkv"}
         shapes |= _linears(prefix + "mlp.", _mlp(hidden, inter), c.get("mlp_bias", False))
         shapes |= _layer_norms(prefix, hidden)
     return shapes | _tail(c)
 
 
 def _v2_shapes(c: dict[str, Any]) -> Shapes:
+    shapes: Shapes = {"model.embed_tokens.weight": (c["vocab_size"], c["hidden_size"])}
+    for layer in range(c["num_hidden_layers"]):
+        shapes |= _latent_layer(c, layer)
+    return shapes | _tail(c)
+
+
+def _v3_shapes(c: dict[str, Any], *, mtp: bool = True) -> Shapes:
+    hidden, layers = c["hidden_size"], c["num_hidden_layers"]
+    shapes = _v2_shapes(c)
+    for layer in range(layers, layers + c["num_nextn_predict_layers"] if mtp else layers):
+        prefix = f"model.layers.{layer}."
+        shapes |= {
+            prefix + "embed_tokens.weight": (c["vocab_size"], hidden),
+            prefix + "enorm.weight": (hidden,),
+            prefix + "hnorm.weight": (hidden,),
+            prefix + "eh_proj.weight": (hidden, 2 * hidden),
+            **_latent_layer(c, layer),
+            prefix + "shared_head.norm.weight": (hidden,),
+            prefix + "shared_head.head.weight": (c["vocab_size"], hidden),
+        }
+    return shapes
+
+
+def _latent_layer(c: dict[str, Any], layer: int) -> Shapes:
+    """One decoder layer of DeepSeek-V2 or V3."""
     hidden, heads, bias = c["hidden_size"], c["num_attention_heads"], c["attention_bias"]
     q, rank = heads * (c["qk_nope_head_dim"] + c["qk_rope_head_dim"]), c["q_lora_rank"]
     latent, kv = c["kv_lora_rank"], heads * (c["qk_nope_head_dim"] + c["v_head_dim"])
-    shapes: Shapes = {"model.embed_tokens.weight": (c["vocab_size"], hidden)}
-    for layer in range(c["num_hidden_layers"]):
-        prefix = f"model.layers.{layer}."
-        attention = prefix + "self_attn."
-        if rank is None:
-            shapes |= _linears(attention, {"q_proj": (q, hidden)}, False)
-        else:
-            shapes |= _linears(attention, {"q_a_proj": (rank, hidden)}, bias)
-            shapes |= _linears(attention, {"q_a_layernorm": (rank,), "q_b_proj": (q, rank)}, False)
-        shapes |= _linears(attention, {"kv_a_proj_with_mqa": (latent + c["qk_rope_head_dim"], hidden)}, bias)
-        shapes |= _linears(attention, {"kv_a_layernorm": (latent,), "kv_b_proj": (kv, latent)}, False)
-        shapes |= _linears(attention, {"o_proj": (hidden, heads * c["v_head_dim"])}, bias)
-        if layer < c["first_k_dense_replace"]:
-            shapes |= _linears(prefix + "mlp.", _mlp(hidden, c["intermediate_size"]), False)
-        else:
-            inter = c["moe_intermediate_size"]
-            shapes |= {prefix + "mlp.gate.weight": (c["n_routed_experts"], hidden)}
-            for expert in range(c["n_routed_experts"]):
-                shapes |= _linears(f"{prefix}mlp.experts.{expert}.", _mlp(hidden, inter), False)
-            shared = _mlp(hidden, inter * c["n_shared_experts"])
-            shapes |= _linears(prefix + "mlp.shared_experts.", shared, False)
-        shapes |= _layer_norms(prefix, hidden)
-    return shapes | _tail(c)
+    prefix = f"model.layers.{layer}."
+    attention = prefix + "self_attn."
+    shapes: Shapes = {}
+    if rank is None:
+        shapes |= _linears(attention, {"q_proj": (q, hidden)}, False)
+    else:
+        shapes |= _linears(attention, {"q_a_proj": (rank, hidden)}, bias)
+        shapes |= _linears(attention, {"q_a_layernorm": (rank,), "q_b_proj": (q, rank)}, False)
+    shapes |= _linears(attention, {"kv_a_proj_with_mqa": (latent + c["qk_rope_head_dim"], hidden)}, bias)
+    shapes |= _linears(attention, {"kv_a_layernorm": (latent,), "kv_b_proj": (kv, latent)}, False)
+    shapes |= _linears(attention, {"o_proj": (hidden, heads * c["v_head_dim"])}, bias)
+    if layer < c["first_k_dense_replace"]:
+        shapes |= _linears(prefix + "mlp.", _mlp(hidden, c["intermediate_size"]), False)
+    else:
+        inter, experts = c["moe_intermediate_size"], c["n_routed_experts"]
+        shapes |= {prefix + "mlp.gate.weight": (experts, hidden)}
+        if c["topk_method"] == "noaux_tc":
+            shapes |= {prefix + "mlp.gate.e_score_correction_bias": (experts,)}
+        for expert in range(experts):
+            shapes |= _linears(f"{prefix}mlp.experts.{expert}.", _mlp(hidden, inter), False)
+        shapes |= _linears(prefix + "mlp.shared_experts.", _mlp(hidden, inter * c["n_shared_experts"]), False)
+    return shapes | _layer_norms(prefix, hidden)
 
 
 def _mlp(hidden: int, inter: int) -> Shapes:

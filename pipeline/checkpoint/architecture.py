@@ -7,7 +7,7 @@ Reads the hub's own keys (`rope_scaling`, `rope_theta`, `torch_dtype`) as well a
 from __future__ import annotations
 
 from collections.abc import Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Any
 
 from pipeline.checkpoint.config_values import ConfigValues
@@ -71,11 +71,13 @@ class Architecture:
     norm_eps: float
     tie_word_embeddings: bool
     attention_bias: bool
+    qkv_bias: bool  # of q, k and v alone in Qwen2; part of attention_bias elsewhere
     mlp_bias: bool
     dtype: str  # torch spelling: float16, bfloat16, float32
     rope: Rope
     latent: LatentAttention | None = None
     experts: Experts | None = None
+    mtp_layers: int = 0  # multi-token prediction layers after the decoder's: stored, not computed
 
     def is_routed(self, layer: int) -> bool:
         """Whether this decoder layer's MLP is routed."""
@@ -90,13 +92,44 @@ class Architecture:
         return ((self.num_kv_heads, self.head_dim), (self.num_kv_heads, self.head_dim))
 
 
-# HF class -> (has latent attention, may have routed experts, rotates interleaved pairs)
-ARCHITECTURES: dict[str, tuple[bool, bool, bool]] = {
-    "LlamaForCausalLM": (False, False, False),
-    "DeepseekV2ForCausalLM": (True, True, True),
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Family:
+    """What a HF class settles without config.json's help.
+
+    routing: the topk_method and scoring_func that the class can have; the first of each is what an absent key means.
+    required: keys whose defaults differ between implementations. fixed: keys that may be absent, or have this value.
+    """
+
+    latent: bool = False
+    routing: tuple[tuple[str, ...], tuple[str, ...]] | None = None
+    interleaved: bool = False  # rotates even/odd pairs, not halves
+    qkv_bias: bool = False
+    mtp: bool = False
+    required: tuple[str, ...] = ()
+    fixed: Mapping[str, object] = field(default_factory=dict)
+
+
+# HF class -> what it settles. The layers' weights are in layouts/, what they compute in pipeline/network/decoder.py.
+ARCHITECTURES: dict[str, Family] = {
+    "LlamaForCausalLM": Family(),
+    "Qwen2ForCausalLM": Family(
+        qkv_bias=True,
+        fixed={"use_sliding_window": False, "use_mrope": False, "attention_bias": False, "mlp_bias": False},
+    ),
+    "DeepseekV2ForCausalLM": Family(
+        latent=True, routing=(("greedy", "group_limited_greedy"), ("softmax",)), interleaved=True
+    ),
+    "DeepseekV3ForCausalLM": Family(
+        latent=True,
+        routing=(("noaux_tc",), ("sigmoid",)),
+        interleaved=True,
+        mtp=True,
+        required=("first_k_dense_replace", "n_group", "topk_group", "norm_topk_prob", "routed_scaling_factor"),
+    ),
 }
 MAX_LAYERS = 1000
 MAX_EXPERTS = 4096
+MAX_MTP_LAYERS = 16
 DTYPES = ("float32", "float16", "bfloat16")
 
 
@@ -115,11 +148,12 @@ def parse_architecture(config: Mapping[str, Any], origin: str = "config.json") -
             f"{origin}: architecture {name} is not supported",
             hint=f"supported: {', '.join(ARCHITECTURES)}",
         )
-    is_latent, may_route, interleaved = ARCHITECTURES[name]
+    family = ARCHITECTURES[name]
+    _check_keys(c, family)
     hidden, heads = c.integer("hidden_size"), c.integer("num_attention_heads")
     if hidden % heads:  # transformers refuses it too, even where head_dim is given
         raise c.fail("hidden_size", f"{hidden} is not a multiple of num_attention_heads {heads}")
-    latent = _parse_latent(c) if is_latent else None
+    latent = _parse_latent(c) if family.latent else None
     head_dim = latent.qk_head_dim if latent else c.integer("head_dim", hidden // heads)
     rotary = ("qk_rope_head_dim", latent.qk_rope_head_dim) if latent else ("head_dim", head_dim)
     if rotary[1] % 2:
@@ -129,6 +163,7 @@ def parse_architecture(config: Mapping[str, Any], origin: str = "config.json") -
         raise c.fail("num_key_value_heads", f"{kv_heads} does not divide num_attention_heads {heads}")
     c.choice("hidden_act", "silu", ("silu",))
     layers = c.integer("num_hidden_layers", maximum=MAX_LAYERS)
+    attention_bias = c.flag("attention_bias", False)
     return Architecture(
         name=name,
         hidden_size=hidden,
@@ -141,13 +176,33 @@ def parse_architecture(config: Mapping[str, Any], origin: str = "config.json") -
         max_position_embeddings=c.integer("max_position_embeddings", maximum=2**31 - 1),
         norm_eps=c.number("rms_norm_eps", 1e-6, minimum=0.0),
         tie_word_embeddings=c.flag("tie_word_embeddings", False),
-        attention_bias=c.flag("attention_bias", False),
+        attention_bias=attention_bias,
+        qkv_bias=attention_bias or family.qkv_bias,
         mlp_bias=c.flag("mlp_bias", False),
         dtype=c.choice("torch_dtype", c.choice("dtype", "float32", DTYPES), DTYPES),
-        rope=parse_rope(c, interleaved=interleaved),
+        rope=parse_rope(c, interleaved=c.flag("rope_interleave", family.interleaved)),
         latent=latent,
-        experts=_parse_experts(c, layers) if may_route else None,
+        experts=_parse_experts(c, layers, *family.routing) if family.routing else None,
+        mtp_layers=_parse_mtp(c) if family.mtp else 0,
     )
+
+
+def _check_keys(c: ConfigValues, family: Family) -> None:
+    for key in family.required:
+        if not c.has(key):
+            raise c.fail(key, "is missing; implementations' defaults for it differ")
+    for key, value in family.fixed.items():
+        if c.has(key) and c.values[key] != value:
+            raise c.fail(key, f"is {c.values[key]!r}; this architecture is read with {value!r} only")
+    kinds = c.values.get("layer_types")
+    if kinds is not None and (not isinstance(kinds, list) or any(kind != "full_attention" for kind in kinds)):
+        raise c.fail("layer_types", "names other layers than full_attention, and no others are read")
+
+
+def _parse_mtp(c: ConfigValues) -> int:
+    """The hub's key, or what transformers 5 calls it."""
+    other = c.integer("num_mtp_layers", 0, minimum=0, maximum=MAX_MTP_LAYERS)
+    return c.integer("num_nextn_predict_layers", other, minimum=0, maximum=MAX_MTP_LAYERS)
 
 
 def _parse_latent(c: ConfigValues) -> LatentAttention:
@@ -164,7 +219,9 @@ def _parse_latent(c: ConfigValues) -> LatentAttention:
     )
 
 
-def _parse_experts(c: ConfigValues, layers: int) -> Experts | None:
+def _parse_experts(
+    c: ConfigValues, layers: int, methods: tuple[str, ...], functions: tuple[str, ...]
+) -> Experts | None:
     first = c.integer("first_k_dense_replace", 0, minimum=0)
     # Null means dense layers only (DeepSeek's own code); where the key is absent, implementations' defaults differ.
     if not c.has("n_routed_experts") and ("n_routed_experts" in c.values or first >= layers):
@@ -178,8 +235,8 @@ def _parse_experts(c: ConfigValues, layers: int) -> Experts | None:
         layer_freq=c.integer("moe_layer_freq", 1),
         n_group=c.integer("n_group", 1),
         topk_group=c.integer("topk_group", 1),
-        topk_method=c.choice("topk_method", "greedy", ("greedy", "group_limited_greedy")),
-        scoring_func=c.choice("scoring_func", "softmax", ("softmax",)),
+        topk_method=c.choice("topk_method", methods[0], methods),
+        scoring_func=c.choice("scoring_func", functions[0], functions),
         norm_topk_prob=c.flag("norm_topk_prob", False),
         routed_scaling_factor=c.number("routed_scaling_factor", 1.0, minimum=0.0),
     )
@@ -187,7 +244,9 @@ def _parse_experts(c: ConfigValues, layers: int) -> Experts | None:
         raise c.fail("n_group", f"{experts.n_group} does not divide n_routed_experts {experts.num_routed}")
     if experts.topk_group > experts.n_group:
         raise c.fail("topk_group", f"{experts.topk_group} exceeds n_group {experts.n_group}")
-    grouped = experts.topk_method == "group_limited_greedy"
+    grouped = experts.topk_method != "greedy"
+    if experts.topk_method == "noaux_tc" and experts.num_routed // experts.n_group < 2:
+        raise c.fail("n_group", f"{experts.n_group} leaves one expert to a group; groups are judged by their best two")
     reachable = experts.num_routed // experts.n_group * experts.topk_group if grouped else experts.num_routed
     if experts.top_k > reachable:
         raise c.fail("num_experts_per_tok", f"{experts.top_k} exceeds the {reachable} experts routing can reach")

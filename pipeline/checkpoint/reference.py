@@ -21,8 +21,11 @@ if TYPE_CHECKING:
 # HF class -> (transformers package, prefix of its classes)
 MODULES = {
     "LlamaForCausalLM": ("llama", "Llama"),
+    "Qwen2ForCausalLM": ("qwen2", "Qwen2"),
     "DeepseekV2ForCausalLM": ("deepseek_v2", "DeepseekV2"),
+    "DeepseekV3ForCausalLM": ("deepseek_v3", "DeepseekV3"),
 }
+ROUTER = "mlp.gate."
 # Keys that would make transformers load custom code, refuse our dtype, or look for a quantizer.
 OWN_KEYS = ("auto_map", "torch_dtype", "dtype", "quantization_config", "trtseek")
 
@@ -33,8 +36,8 @@ def build_hf_layer(
     """The decoder layer `layer` of the model that `config` (a parsed config.json) describes, in eval mode on the CPU.
 
     `state` maps names relative to the layer ("self_attn.q_proj.weight", "mlp.experts.3.up_proj.weight") to weights,
-    which are cast to `dtype`; the router alone is float32, as `transformers` keeps it. The module's weights share
-    memory with `state` where no cast is needed. Call it as
+    which are cast to `dtype`; the router alone is float32 (its correction bias too), as `transformers` keeps it. The
+    module's weights share memory with `state` where no cast is needed. Call it as
     `module(hidden [B,T,H], attention_mask=causal_mask(T), position_embeddings=rotary(hidden, position_ids))`.
     Raises CheckpointError for missing, left-over or misshapen weights.
     """
@@ -43,9 +46,9 @@ def build_hf_layer(
     module_source, hf_config, prefix = _load_classes(config)
     with torch.device("meta"):
         module = cast("torch.nn.Module", getattr(module_source, f"{prefix}DecoderLayer")(hf_config, layer))
-    wanted = {name: tuple(parameter.shape) for name, parameter in module.named_parameters()}
+    wanted = {name: tuple(tensor.shape) for name, tensor in module.state_dict().items()}
     weights = _fuse_experts(state, wanted, dtype)
-    cast_to = {name: torch.float32 if name == "mlp.gate.weight" else dtype for name in weights}
+    cast_to = {name: torch.float32 if name.startswith(ROUTER) else dtype for name in weights}
     _check_shapes(layer, wanted, weights)
     module.load_state_dict({name: w.to(cast_to[name]) for name, w in weights.items()}, assign=True)
     return module.eval().requires_grad_(False)
@@ -95,7 +98,7 @@ def _load_classes(config: Mapping[str, Any]) -> tuple[Any, Any, str]:
     config_source = importlib.import_module(f"transformers.models.{package}.configuration_{package}")
     # transformers writes into the rope mapping that it is given.
     values = {key: copy.deepcopy(value) for key, value in config.items() if key not in OWN_KEYS}
-    _reject_unproven(values)
+    _reject_unproven(names[0], values)
     if "n_routed_experts" in values and values["n_routed_experts"] is None:  # dense layers only
         values |= {"n_routed_experts": 1, "first_k_dense_replace": values["num_hidden_layers"]}
     if "kv_lora_rank" in values:  # every query head has its own key: transformers would repeat them once more
@@ -106,13 +109,20 @@ def _load_classes(config: Mapping[str, Any]) -> tuple[Any, Any, str]:
     return module_source, hf_config, prefix
 
 
-def _reject_unproven(values: Mapping[str, Any]) -> None:
-    """Settings that DeepSeek's own code honours and transformers 5 ignores: against it they would prove nothing."""
-    for key, neutral in (("norm_topk_prob", False), ("moe_layer_freq", 1)):
+# HF class -> settings that DeepSeek's own code honours and transformers 5 ignores: only this value can be proved.
+IGNORED: dict[str, dict[str, object]] = {
+    "DeepseekV2ForCausalLM": {"norm_topk_prob": False, "moe_layer_freq": 1},
+    "DeepseekV3ForCausalLM": {"moe_layer_freq": 1},
+}
+
+
+def _reject_unproven(name: str, values: Mapping[str, Any]) -> None:
+    """Against what ignores a setting, a network that honours it would prove nothing."""
+    for key, neutral in IGNORED.get(name, {}).items():
         if values.get(key) not in (None, neutral):
             raise CheckpointError(
                 f"config.json sets {key} to {values[key]!r}, which transformers ignores for this class",
-                hint="no published DeepSeek-V2 sets it; without a reference the model cannot be proved",
+                hint="no published model of this class sets it; without a reference the model cannot be proved",
             )
 
 

@@ -19,7 +19,7 @@ if TYPE_CHECKING:
 GROUP_SIZES = (128, 64, 32)  # what TensorRT's INT4 dequantization takes
 # Linears whose input is what tensor parallelism splits; the others are split by their output rows.
 ROW_PARALLEL = ("attention.dense", "mlp.proj", "shared_expert.proj")
-NEVER_QUANTIZED = ("router", "norm", "embedding", "head", "attention_latent")
+NEVER_QUANTIZED = ("router", "norm", "embedding", "head", "attention_latent", "mtp")
 FP8_TYPES = ("F8_E4M3", "F8_E5M2")
 # Kinds of RoPE whose long-context form is a fixed table. `dynamic` is not: its base grows with each sequence.
 STATIC_ROPES = ("default", "linear", "yarn", "llama3")

@@ -111,12 +111,13 @@ def router_margin(scores: torch.Tensor, experts: Experts) -> torch.Tensor:
     return torch.minimum(edge(best, experts.topk_group), edge(masked, experts.top_k))
 
 
-# What the routers of DeepSeek-V2 (softmax; a group is as good as its best expert) and V3 (sigmoid; its best two) rank.
+# What the routers of DeepSeek-V2 (softmax; a group is as good as its best expert) and V3 (sigmoid; the sum of its best
+# two) rank. The mean of two instead of the sum: as near to a tie as its experts' scores are.
 SCORES: dict[str, Callable[[torch.Tensor], torch.Tensor]] = {
     "softmax": lambda logits: logits.softmax(-1),
     "sigmoid": lambda logits: logits.sigmoid(),
 }
 GROUP_SCORES: dict[str, Callable[[torch.Tensor], torch.Tensor]] = {
     "group_limited_greedy": lambda groups: groups.amax(-1),
-    "noaux_tc": lambda groups: groups.topk(2, dim=-1).values.sum(-1),
+    "noaux_tc": lambda groups: groups.topk(2, dim=-1).values.mean(-1),
 }

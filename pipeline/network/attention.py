@@ -16,7 +16,7 @@ def grouped_query_attention(g: Graph, context: Context, layer: int, x: Tensor) -
     """
     a = context.architecture
     h, kv, d = a.num_heads, a.num_kv_heads, a.head_dim
-    qkv = linear(g, context.weights, "qkv", x, (h + 2 * kv) * d, a.hidden_size, bias=a.attention_bias)
+    qkv = linear(g, context.weights, "qkv", x, (h + 2 * kv) * d, a.hidden_size, bias=a.qkv_bias)
     heads = g.reshape("heads", qkv, (-1, h + 2 * kv, d))
     q = rotate(g.at("query"), context, g.slice("query.heads", heads, 1, 0, h))
     q = g.product("query.scaled", q, g.number("query.scale", [[[softmax_scale(a)]]], "float32"))

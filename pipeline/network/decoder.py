@@ -33,9 +33,14 @@ class Blocks:
     rows_per_query: Callable[[Architecture], int]
 
 
+GROUPED_QUERY = Blocks(attention=grouped_query_attention, rows_per_query=lambda _: 1)
+LATENT = Blocks(attention=latent_attention, rows_per_query=lambda a: a.num_heads)
+# HF class -> its blocks; tests hold it against checkpoint.architecture.ARCHITECTURES.
 BLOCKS: dict[str, Blocks] = {
-    "LlamaForCausalLM": Blocks(attention=grouped_query_attention, rows_per_query=lambda _: 1),
-    "DeepseekV2ForCausalLM": Blocks(attention=latent_attention, rows_per_query=lambda a: a.num_heads),
+    "LlamaForCausalLM": GROUPED_QUERY,
+    "Qwen2ForCausalLM": GROUPED_QUERY,
+    "DeepseekV2ForCausalLM": LATENT,
+    "DeepseekV3ForCausalLM": LATENT,
 }
 
 

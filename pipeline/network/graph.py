@@ -139,6 +139,12 @@ class Graph:
     def gather(self, name: str, x: Tensor, indices: Tensor, axis: int = 0) -> Tensor:
         return self._add(name, self.network.add_gather(x, indices, axis))
 
+    def gather_elements(self, name: str, x: Tensor, indices: Tensor, axis: int) -> Tensor:
+        """As torch.gather: the result has the indices' shape."""
+        layer = self.network.add_gather_v2(x, indices, self.trt.GatherMode.ELEMENT)
+        layer.axis = axis
+        return self._add(name, layer)
+
     def slice(self, name: str, x: Tensor, axis: int, start: int, size: int) -> Tensor:
         """`size` entries of one dimension from `start` on."""
         layer = self.network.add_slice(x, (start,), (size,), (1,))

@@ -14,6 +14,7 @@ from pipeline.errors import CheckpointError
 from tests import fixtures
 
 LLAMA, V2 = fixtures.LLAMA_CONFIG, fixtures.V2_CONFIG
+QWEN2, V3 = fixtures.QWEN2_CONFIG, fixtures.V3_CONFIG
 YARN = {"type": "yarn", "factor": 4, "original_max_position_embeddings": 64}
 LLAMA3 = {**(fixtures.LLAMA_ROPES["llama3"] or {})}
 
@@ -43,6 +44,36 @@ def test_deepseek_v2() -> None:
     assert a.rope.scaling["mscale_all_dim"] == 0.707
     assert a.cache_widths == ((1, 80),)
     assert parse_architecture(V2 | {"q_lora_rank": None}).latent.q_lora_rank is None  # type: ignore[union-attr]
+
+
+def test_deepseek_v3() -> None:
+    a = parse_architecture(V3 | {"rope_scaling": fixtures.V2_ROPES["yarn"]})
+    assert a.latent is not None and a.experts is not None
+    e = a.experts
+    assert (e.topk_method, e.scoring_func, e.norm_topk_prob, e.routed_scaling_factor) == (
+        "noaux_tc",
+        "sigmoid",
+        True,
+        2.5,
+    )
+    assert (a.mtp_layers, a.num_layers, a.rope.interleaved) == (1, 3, True)
+    assert not parse_architecture(V3 | {"rope_interleave": False}).rope.interleaved
+    # What transformers 5 writes: no topk_method and scoring_func, another name for the layers beyond.
+    saved = {key: v for key, v in V3.items() if key not in ("topk_method", "scoring_func", "num_nextn_predict_layers")}
+    assert parse_architecture(saved).mtp_layers == 0
+    b = parse_architecture(saved | {"num_mtp_layers": 2})
+    assert (b.mtp_layers, b.experts) == (2, e)
+
+
+def test_qwen2_has_biases_that_config_does_not_speak_of() -> None:
+    a = parse_architecture(QWEN2)
+    assert (a.qkv_bias, a.attention_bias, a.mlp_bias) == (True, False, False)
+    assert parse_architecture(QWEN2 | {"layer_types": ["full_attention"] * 3}) == a
+
+
+def test_r1_distill_llama() -> None:
+    a = parse_architecture(LLAMA | fixtures.R1_DISTILL_LLAMA)
+    assert (a.rope.kind, a.rope.theta, a.norm_eps, a.qkv_bias) == ("llama3", 500000.0, 1e-5, False)
 
 
 def test_heads_without_grouping_and_explicit_head_dim() -> None:
@@ -157,6 +188,18 @@ REFUSED: list[tuple[dict[str, Any], dict[str, Any], list[str]]] = [
     (V2, {"n_group": 3}, ["n_group 3 does not divide n_routed_experts 16"]),
     (V2, {"topk_group": 5}, ["topk_group 5 exceeds n_group 4"]),
     (V2, {"num_experts_per_tok": 9}, ["num_experts_per_tok 9 exceeds the 8 experts routing can reach"]),
+    (V2, {"rope_interleave": 1}, ["rope_interleave must be true or false"]),
+    (QWEN2, {"use_sliding_window": True}, ["use_sliding_window is True", "False only"]),
+    (QWEN2, {"use_mrope": True}, ["use_mrope is True"]),
+    (QWEN2, {"attention_bias": True}, ["attention_bias is True"]),
+    (QWEN2, {"layer_types": ["full_attention", "sliding_attention", "full_attention"]}, ["layer_types"]),
+    (V3, {"topk_method": "greedy"}, ["topk_method is 'greedy'", "noaux_tc"]),
+    (V3, {"scoring_func": "softmax"}, ["scoring_func is 'softmax'", "sigmoid"]),
+    (V3, {"n_group": None}, ["n_group is missing"]),
+    (V3, {"norm_topk_prob": None}, ["norm_topk_prob is missing"]),
+    (V3, {"n_group": 16, "topk_group": 8}, ["n_group 16 leaves one expert to a group"]),
+    (V3, {"num_experts_per_tok": 9}, ["num_experts_per_tok 9 exceeds the 8 experts"]),
+    (V3, {"num_nextn_predict_layers": 17}, ["num_nextn_predict_layers must be an integer"]),
     (V2, {"routed_scaling_factor": None, "num_experts_per_tok": None}, ["num_experts_per_tok is missing"]),
 ]
 
@@ -181,6 +224,7 @@ def test_missing_q_lora_rank_is_not_guessed() -> None:
 
 @pytest.mark.parametrize("changes", [{"norm_topk_prob": True}, {"moe_layer_freq": 2}])
 def test_settings_without_a_reference_are_refused_by_it(changes: dict[str, Any]) -> None:
-    parse_architecture(V2 | changes)
-    with pytest.raises(CheckpointError, match=next(iter(changes))):
-        build_hf_rotary(V2 | changes)
+    for base in (V2, V3) if "moe_layer_freq" in changes else (V2,):
+        parse_architecture(base | changes)
+        with pytest.raises(CheckpointError, match=next(iter(changes))):
+            build_hf_rotary(base | changes)

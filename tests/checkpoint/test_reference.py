@@ -19,6 +19,9 @@ CASES: list[tuple[Any, dict[str, Any]]] = [
     *[(fixtures.llama, {"rope": rope}) for rope in fixtures.LLAMA_ROPES],
     (fixtures.llama, {"attention_bias": True, "mlp_bias": True}),
     (fixtures.deepseek_v2, {}),
+    (fixtures.qwen2, {}),
+    (fixtures.deepseek_v3, {}),
+    (fixtures.deepseek_v3, {"rope_interleave": False, "q_lora_rank": None}),
     (fixtures.deepseek_v2, {"q_lora_rank": None, "topk_method": "greedy", "rope": "default"}),
 ]
 
@@ -65,6 +68,18 @@ def test_only_the_router_stays_float32(deepseek_v2_path: Path) -> None:
     types = {name: parameter.dtype for name, parameter in module.named_parameters()}
     assert {name for name, dtype in types.items() if dtype != torch.bfloat16} == {"mlp.gate.weight"}
     assert types["mlp.gate.weight"] == torch.float32
+
+
+def test_the_correction_bias_stays_float32(tmp_path: Path) -> None:
+    path = fixtures.deepseek_v3(tmp_path / "m")
+    config, state = json.loads((path / "config.json").read_text()), layer_state(load_all(path), 1)
+    module = build_hf_layer(config, 1, state, torch.bfloat16)
+    bias = module.get_submodule("mlp.gate").e_score_correction_bias
+    assert isinstance(bias, torch.Tensor)
+    assert torch.equal(bias, state["mlp.gate.e_score_correction_bias"])
+    del state["mlp.gate.e_score_correction_bias"]
+    with pytest.raises(CheckpointError, match="e_score_correction_bias"):
+        build_hf_layer(config, 1, state, torch.bfloat16)
 
 
 @pytest.mark.parametrize(

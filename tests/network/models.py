@@ -163,7 +163,7 @@ def _read(path: Path) -> tuple[Architecture, dict[str, torch.Tensor]]:
     tensors: dict[str, torch.Tensor] = {}
     for file in sorted(path.glob("*.safetensors")):
         tensors |= load_file(file)
-    return architecture, tensors
+    return architecture, {name: t for name, t in tensors.items() if not _is_beyond(name, architecture)}
 
 
 def _place(source: MemorySource, name: str, value: torch.Tensor | Int4) -> None:
@@ -177,10 +177,18 @@ def _place(source: MemorySource, name: str, value: torch.Tensor | Int4) -> None:
         source.raw[f"{base}.prequant_scaling_factor"] = RawTensor.from_torch(value.prescale)
 
 
+def _is_beyond(name: str, architecture: Architecture) -> bool:
+    """Of a layer for multi-token prediction, which the network has no part for."""
+    layer = re.match(r"model\.layers\.(\d+)\.", name)
+    return layer is not None and int(layer[1]) >= architecture.num_layers
+
+
 def engine_name(name: str) -> str:
     if name in OUTER:
         return OUTER[name]
-    layer, module, kind = re.fullmatch(r"model\.layers\.(\d+)\.(.+)\.(weight|bias)", name).groups()  # type: ignore[union-attr]
+    layer, module, kind = re.fullmatch(
+        r"model\.layers\.(\d+)\.(.+)\.(weight|bias|e_score_correction_bias)", name
+    ).groups()  # type: ignore[union-attr]
     if module not in MODULES:
         head, _, last = module.replace("shared_experts", "shared_expert").rpartition(".")
         return f"transformer.layers.{layer}.{head}.{MLP[last]}.{kind}"

@@ -30,6 +30,14 @@ def _v2(**options: object) -> Write:
     return lambda path: models.load(fixtures.deepseek_v2(path, **options))  # type: ignore[arg-type]
 
 
+def _qwen2(**options: object) -> Write:
+    return lambda path: models.load(fixtures.qwen2(path, **options))  # type: ignore[arg-type]
+
+
+def _v3(**options: object) -> Write:
+    return lambda path: models.load(fixtures.deepseek_v3(path, **options))  # type: ignore[arg-type]
+
+
 GREEDY = {"topk_method": "greedy", "n_group": 1, "topk_group": 1}
 MODELS: dict[str, Write] = {
     **{f"llama-{rope}": _llama(rope=rope, dtype="float32") for rope in fixtures.LLAMA_ROPES},
@@ -37,6 +45,9 @@ MODELS: dict[str, Write] = {
     "llama-bf16": _llama(dtype="bfloat16"),
     "llama-biased-and-tied": _llama(attention_bias=True, mlp_bias=True, tie_word_embeddings=True),
     "llama-one-kv-head-wide": _llama(num_key_value_heads=1, head_dim=64),
+    "r1-distill-llama": _llama(**fixtures.R1_DISTILL_LLAMA),
+    "qwen2": _qwen2(dtype="float32"),
+    "qwen2-tied": _qwen2(tie_word_embeddings=True),
     "v2": _v2(dtype="float32"),
     "v2-bf16": _v2(),
     "v2-default-rope": _v2(rope="default"),
@@ -44,6 +55,14 @@ MODELS: dict[str, Write] = {
     "v2-biased": _v2(attention_bias=True),
     "v2-one-expert-per-token": _v2(num_experts_per_tok=1, topk_group=1),
     "v2-dense": _v2(first_k_dense_replace=3),
+    "v2-lite-shapes": _v2(**fixtures.V2_LITE_SHAPES),
+    "v3": _v3(dtype="float32"),
+    "v3-bf16": _v3(),
+    "v3-default-rope-halves": _v3(rope="default", rope_interleave=False),
+    "v3-without-q-rank": _v3(q_lora_rank=None),
+    "v3-one-group": _v3(n_group=1, topk_group=1),
+    "v3-not-normalized": _v3(norm_topk_prob=False, routed_scaling_factor=1.0),
+    "v3-groups-of-two": _v3(n_group=8, topk_group=3, num_experts_per_tok=6),
 }
 QUANTIZED: dict[str, Callable[[Path], models.Model]] = {
     "llama-every-linear": lambda path: models.load_int4(
@@ -51,6 +70,9 @@ QUANTIZED: dict[str, Callable[[Path], models.Model]] = {
     ),
     "llama-mlp-bf16-biased": lambda path: models.load_int4(
         fixtures.llama, path, pattern=r"mlp.*_proj\.weight", group=128, prescale="each", mlp_bias=True
+    ),
+    "qwen2-every-linear": lambda path: models.load_int4(
+        fixtures.qwen2, path, pattern=r"layers.*_proj\.weight", group=64, prescale="all", dtype="float16"
     ),
     **{
         f"v2-prescale-{prescale}": lambda path, prescale=prescale: models.load_int4(  # type: ignore[misc]
@@ -63,6 +85,13 @@ QUANTIZED: dict[str, Callable[[Path], models.Model]] = {
         )
         for prescale in ("none", "each", "all")
     },
+    "v3": lambda path: models.load_int4(
+        fixtures.deepseek_v3,
+        path,
+        pattern=r"mlp.*_proj\.weight|o_proj|q_a_proj|q_b_proj",
+        group=64,
+        prescale="each",
+    ),
 }
 
 
@@ -92,17 +121,18 @@ def test_int4_logits_are_those_of_transformers_on_dequantized_weights(name: str,
     assert spread > 0.5
 
 
-def test_gathered_experts_give_the_same_logits(tmp_path: Path) -> None:
-    assert _largest_difference(MODELS["v2"](tmp_path / "hf"), "gather")[0] < TOLERANCE
+@pytest.mark.parametrize("name", ["v2", "v3"])
+def test_gathered_experts_give_the_same_logits(name: str, tmp_path: Path) -> None:
+    assert _largest_difference(MODELS[name](tmp_path / "hf"), "gather")[0] < TOLERANCE
 
 
-@pytest.mark.parametrize("name", ["llama-yarn", "llama-linear", "llama-llama3", "v2"])
+@pytest.mark.parametrize("name", ["llama-yarn", "llama-linear", "llama-llama3", "v2", "v3"])
 def test_positions_far_beyond_the_original_context(name: str, tmp_path: Path) -> None:
     """Positions are apart from slots: each sequence's are moved by its own offset, past the 64 of the original."""
     assert _largest_difference(MODELS[name](tmp_path / "hf"), offsets=(180, 0, 97))[0] < TOLERANCE
 
 
-@pytest.mark.parametrize("name", ["llama-linear", "v2"])
+@pytest.mark.parametrize("name", ["llama-linear", "v2", "v3"])
 def test_every_layer_is_that_of_transformers(name: str, tmp_path: Path) -> None:
     model = MODELS[name](tmp_path / "hf")
     reference, sequences = model.reference(), prompts(model.architecture.vocab_size)
@@ -118,7 +148,7 @@ def test_every_layer_is_that_of_transformers(name: str, tmp_path: Path) -> None:
             assert (found[tap] - expected[0]).abs().max() < TOLERANCE
 
 
-@pytest.mark.parametrize("name", ["llama-linear", "v2"])
+@pytest.mark.parametrize("name", ["llama-linear", "v2", "v3"])
 @pytest.mark.parametrize("cuts", [(0, 1, 3), (0, 2, 3), (0, 1, 2, 3)])
 def test_slices_in_a_row_are_the_whole(name: str, cuts: tuple[int, ...], tmp_path: Path) -> None:
     model = MODELS[name](tmp_path / "hf")

@@ -62,6 +62,49 @@ def test_experts_and_weights(options: dict[str, Any], tmp_path: Path) -> None:
             np.testing.assert_allclose(weights, [one[i] for i in indices.tolist()], rtol=1e-5)
 
 
+def _route_v3_by_loop(x: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor, e: Experts) -> list[dict[int, float]]:
+    """modeling_deepseek.py of DeepSeek-V3, as prose has it."""
+    routed = []
+    for scores in (x.double() @ weight.double().T).sigmoid().tolist():
+        ranked = [score + offset for score, offset in zip(scores, bias.tolist(), strict=True)]
+        size = e.num_routed // e.n_group
+        best = sorted(range(e.n_group), key=lambda g: -sum(sorted(ranked[g * size : (g + 1) * size])[-2:]))
+        allowed = [i for i in range(e.num_routed) if i // size in best[: e.topk_group]]
+        chosen = sorted(allowed, key=lambda i: -ranked[i])[: e.top_k]
+        total = sum(scores[i] for i in chosen) if e.norm_topk_prob and e.top_k > 1 else 1.0
+        routed.append({i: scores[i] / total * e.routed_scaling_factor for i in chosen})
+    return routed
+
+
+@pytest.mark.parametrize("offset", [0.0, -3.0, 3.0])
+@pytest.mark.parametrize(
+    "options",
+    [{}, {"norm_topk_prob": False}, {"n_group": 8, "topk_group": 3}, {"n_group": 1, "topk_group": 1}],
+    ids=str,
+)
+def test_sigmoid_experts_and_weights(options: dict[str, Any], offset: float, tmp_path: Path) -> None:
+    """Also with biases that make every ranked score negative: a spurned group must still not be chosen."""
+
+    def shift(tensors: fixtures.Tensors) -> None:
+        name = "model.layers.1.mlp.gate.e_score_correction_bias"
+        tensors[name] = 4 * tensors[name] + offset
+
+    model = models.load(fixtures.deepseek_v3(tmp_path / "hf", num_hidden_layers=2, edit=shift, **options))
+    sequences = prompts(model.architecture.vocab_size)
+    taps = ["layers.1.post_layernorm", f"{PLACE}.weights", f"{PLACE}.chosen.indices"]
+    weight, bias = (
+        model.source.raw[f"transformer.layers.1.mlp.router.{kind}"].to_torch()
+        for kind in ("weight", "e_score_correction_bias")
+    )
+    experts = model.architecture.experts
+    assert experts is not None
+    for found in serve(model.program(), sequences=sequences, taps=taps):
+        expected = _route_v3_by_loop(found[taps[0]], weight, bias, experts)
+        for weights, indices, one in zip(found[taps[1]], found[taps[2]], expected, strict=True):
+            assert set(indices.tolist()) == set(one)
+            np.testing.assert_allclose(weights, [one[i] for i in indices.tolist()], rtol=1e-5)
+
+
 @pytest.mark.parametrize("moe", ["dense", "gather"])
 def test_scores_stay_float32_in_a_16_bit_network(moe: str, tmp_path: Path) -> None:
     model = models.load(fixtures.deepseek_v2(tmp_path / "hf", dtype="float16", num_hidden_layers=2))

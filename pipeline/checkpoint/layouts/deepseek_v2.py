@@ -94,6 +94,7 @@ def list_dimensions(a: Architecture) -> dict[str, Dimension]:
     dimensions = {
         "vocab": Dimension(a.vocab_size, "vocab_size"),
         "hidden": Dimension(a.hidden_size, "hidden_size"),
+        "hidden_twice": Dimension(2 * a.hidden_size, "2 * hidden_size"),
         "intermediate": Dimension(a.intermediate_size, "intermediate_size"),
         "q": Dimension(heads * latent.qk_head_dim, "num_attention_heads * (qk_nope_head_dim + qk_rope_head_dim)"),
         "kv_lora": Dimension(latent.kv_lora_rank, "kv_lora_rank"),

@@ -47,7 +47,7 @@ ATTENTION: list[Row] = [
         ["q", "kv", "kv"],
         "hidden",
         role="attention_input",
-        bias="attention_bias",
+        bias="qkv_bias",
     ),
     # model.layers.3.self_attn.o_proj.weight [4096, 4096] -> transformer.layers.3.attention.dense.weight
     *linear(

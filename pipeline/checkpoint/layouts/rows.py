@@ -1,8 +1,9 @@
 """How an architecture's tensors are called on the hub and in the engine checkpoint: rows of data, read both ways.
 
 A row says which source tensors, put one below the other (concatenated along dim 0), make which target. Names carry
-`{l}` for the layer and `{e}` for the expert; sizes are names of the layout's dimensions, so that a tensor of the wrong
-shape is reported with the keys of config.json that it contradicts.
+`{l}` for the layer, `{e}` for the expert and `{m}` for a layer counted from the end of the decoder; sizes are names of
+the layout's dimensions, so that a tensor of the wrong shape is reported with the keys of config.json that it
+contradicts.
 """
 
 from __future__ import annotations
@@ -39,6 +40,10 @@ class Row:
     where: str
     when: str = ""  # a flag that the layout must have; empty: always
     optional: bool = False  # the sources may be absent (all of them), then so is the target
+    cast: bool = True  # to the type that conversion is asked for; False keeps the source's
+    mtp: bool = (
+        False  # applies to the layers after the decoder's (multi-token prediction), and to none of the decoder's
+    )
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -54,6 +59,7 @@ class Mapping:
     expert: int | None
     optional: bool
     keys: tuple[str, ...]
+    cast: bool = True
 
     def forward(self, parts: Sequence[torch.Tensor]) -> torch.Tensor:
         """Source tensors, in the order of `sources`, to the target; shares memory where there is but one."""
@@ -72,9 +78,11 @@ class Mapping:
         return math.prod(self.target_shape)
 
 
-def vector(target: str, source: str, rows: str, *, role: str, where: str, when: str = "") -> list[Row]:
-    """One tensor [rows], kept as it is: a norm."""
-    return [Row(target=target, sources=(source,), rows=(rows,), role=role, where=where, when=when)]
+def vector(
+    target: str, source: str, rows: str, *, role: str, where: str, when: str = "", cast: bool = True
+) -> list[Row]:
+    """One tensor [rows]: a norm."""
+    return [Row(target=target, sources=(source,), rows=(rows,), role=role, where=where, when=when, cast=cast)]
 
 
 def linear(

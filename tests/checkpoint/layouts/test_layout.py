@@ -59,6 +59,53 @@ CODER_6B: dict[str, Any] = {
     "num_key_value_heads": 32,
     "vocab_size": 32256,
 }
+QWEN_1_5B: dict[str, Any] = {
+    **fixtures.QWEN2_CONFIG,
+    "hidden_size": 1536,
+    "intermediate_size": 8960,
+    "num_attention_heads": 12,
+    "num_hidden_layers": 28,
+    "num_key_value_heads": 2,
+    "vocab_size": 151936,
+}
+QWEN_7B: dict[str, Any] = {
+    **QWEN_1_5B,
+    "hidden_size": 3584,
+    "intermediate_size": 18944,
+    "num_attention_heads": 28,
+    "num_key_value_heads": 4,
+    "vocab_size": 152064,
+}
+DISTILL_LLAMA_8B: dict[str, Any] = {
+    **fixtures.LLAMA_CONFIG,
+    **fixtures.R1_DISTILL_LLAMA,
+    "hidden_size": 4096,
+    "intermediate_size": 14336,
+    "num_attention_heads": 32,
+    "num_hidden_layers": 32,
+    "num_key_value_heads": 8,
+    "vocab_size": 128256,
+}
+V3: dict[str, Any] = {
+    **fixtures.V3_CONFIG,
+    "first_k_dense_replace": 3,
+    "hidden_size": 7168,
+    "intermediate_size": 18432,
+    "kv_lora_rank": 512,
+    "moe_intermediate_size": 2048,
+    "n_group": 8,
+    "n_routed_experts": 256,
+    "num_attention_heads": 128,
+    "num_experts_per_tok": 8,
+    "num_hidden_layers": 61,
+    "num_key_value_heads": 128,
+    "q_lora_rank": 1536,
+    "qk_nope_head_dim": 128,
+    "qk_rope_head_dim": 64,
+    "topk_group": 4,
+    "v_head_dim": 128,
+    "vocab_size": 129280,
+}
 
 
 def layout_of(config: dict[str, Any]) -> Layout:
@@ -66,7 +113,17 @@ def layout_of(config: dict[str, Any]) -> Layout:
 
 
 @pytest.mark.parametrize(
-    ("config", "parameters"), [(V2_LITE, 15_706_484_224), (V2, 235_741_434_880), (CODER_6B, 6_740_512_768)]
+    ("config", "parameters"),
+    [
+        (V2_LITE, 15_706_484_224),
+        (V2, 235_741_434_880),
+        (CODER_6B, 6_740_512_768),
+        (QWEN_1_5B, 1_777_088_000),
+        (QWEN_7B, 7_615_616_512),
+        (DISTILL_LLAMA_8B, 8_030_261_248),
+        # Without the MTP layer; transformers counts the 58 correction biases of 256 as buffers, not parameters.
+        (V3 | {"num_nextn_predict_layers": 0}, 671_026_404_352 + 58 * 256),
+    ],
 )
 def test_parameter_count_is_the_hubs(config: dict[str, Any], parameters: int) -> None:
     mappings = layout_of(config).mappings()
@@ -83,6 +140,13 @@ def test_parameter_count_is_the_hubs(config: dict[str, Any], parameters: int) ->
         (fixtures.deepseek_v2, {}),
         (fixtures.deepseek_v2, {"q_lora_rank": None, "first_k_dense_replace": 0}),
         (fixtures.deepseek_v2, {"attention_bias": True}),
+        (fixtures.deepseek_v2, fixtures.V2_LITE_SHAPES),
+        (fixtures.qwen2, {}),
+        (fixtures.qwen2, {"tie_word_embeddings": True}),
+        (fixtures.deepseek_v3, {}),
+        (fixtures.deepseek_v3, {"fp8": True}),
+        (fixtures.deepseek_v3, {"mtp": False}),
+        (fixtures.deepseek_v3, {"num_nextn_predict_layers": 2, "fp8": True}),
     ],
 )
 def test_every_tensor_has_one_place_and_comes_back(write: Any, options: dict[str, Any], tmp_path: Path) -> None:
@@ -95,7 +159,7 @@ def test_every_tensor_has_one_place_and_comes_back(write: Any, options: dict[str
         whole = mapping.forward(parts)
         assert whole.shape == mapping.target_shape
         for part, back in zip(parts, mapping.backward(whole), strict=True):
-            assert torch.equal(part, back)
+            assert torch.equal(part.view(torch.uint8), back.view(torch.uint8))
 
 
 def test_llama_names_and_orders(llama_path: Path) -> None:
@@ -207,3 +271,96 @@ def test_optional_rows_may_be_absent_whole_but_not_in_part() -> None:
     assert [m.target for m in layout.match({"e": e}, "folder")[0]] == ["e"]
     with pytest.raises(CheckpointError, match=r"b\.1 is missing"):
         layout.match({"e": e, "a.1": a}, "folder")
+
+
+def test_every_architecture_has_a_row_in_every_table() -> None:
+    from pipeline.checkpoint.architecture import ARCHITECTURES
+    from pipeline.checkpoint.layouts import LAYOUTS
+    from pipeline.checkpoint.reference import MODULES
+    from pipeline.network.decoder import BLOCKS
+
+    assert ARCHITECTURES.keys() == LAYOUTS.keys() == MODULES.keys() == BLOCKS.keys()
+
+
+def test_qwen2_has_biases_in_q_k_and_v_alone() -> None:
+    rows = {m.target: m for m in layout_of(fixtures.QWEN2_CONFIG).layer_mappings(1)}
+    assert [name for name in rows if name.endswith(".bias")] == ["transformer.layers.1.attention.qkv.bias"]
+    bias = rows["transformer.layers.1.attention.qkv.bias"]
+    assert bias.sources == tuple(f"model.layers.1.self_attn.{part}_proj.bias" for part in "qkv")
+    assert bias.source_shapes == ((128,), (64,), (64,))
+
+
+def test_the_mtp_layer_is_no_layer_of_the_decoder() -> None:
+    layout = layout_of(fixtures.V3_CONFIG)
+    mtp = layout.mtp_mappings()
+    assert {m.role for m in mtp} == {"mtp"}
+    assert {m.layer for m in mtp} == {None}
+    assert all(m.target.startswith("transformer.mtp_layers.0.") for m in mtp)
+    assert all(name.startswith("model.layers.3.") for m in mtp for name in m.sources)
+    assert layout.mappings()[-len(mtp) :] == mtp
+    assert not {m.target for m in mtp} & {m.target for m in (*layout.layer_mappings(2), *layout.outer_mappings())}
+    by_name = {m.target.removeprefix("transformer.mtp_layers.0."): m.sources for m in mtp}
+    assert by_name["eh_proj.weight"] == ("model.layers.3.eh_proj.weight",)
+    assert by_name["shared_head.head.weight"] == ("model.layers.3.shared_head.head.weight",)
+    assert by_name["mlp.experts.7.gate.weight"] == ("model.layers.3.mlp.experts.7.up_proj.weight",)
+
+
+def test_the_correction_bias_is_never_cast() -> None:
+    rows = {m.target: m for m in layout_of(fixtures.V3_CONFIG).mappings()}
+    kept = [name for name, m in rows.items() if not m.cast]
+    assert kept == [
+        *(f"transformer.layers.{layer}.mlp.router.e_score_correction_bias" for layer in (1, 2)),
+        "transformer.mtp_layers.0.mlp.router.e_score_correction_bias",
+    ]
+    assert rows[kept[0]].sources == ("model.layers.1.mlp.gate.e_score_correction_bias",)
+
+
+def test_half_an_mtp_layer_is_refused_and_none_is_fine() -> None:
+    tensors, layout = infos(fixtures.V3_CONFIG), layout_of(fixtures.V3_CONFIG)
+    without = {name: info for name, info in tensors.items() if not name.startswith("model.layers.3.")}
+    assert not any(m.role == "mtp" for m in layout.match(without, "folder")[0])
+    copies = ("model.layers.3.embed_tokens.weight", "model.layers.3.shared_head.head.weight")
+    lean = {name: info for name, info in tensors.items() if name not in copies}
+    assert len(layout.match(lean, "folder")[0]) == len(layout.mappings()) - 2
+    del tensors["model.layers.3.mlp.experts.5.up_proj.weight"]
+    with pytest.raises(
+        CheckpointError, match=r"model\.layers\.3\.mlp\.experts\.5\.up_proj\.weight is missing"
+    ) as caught:
+        layout.match(tensors, "folder")
+    assert "num_nextn_predict_layers" in caught.value.hint
+
+
+FP8_WEIGHT = "model.layers.1.mlp.experts.5.up_proj.weight"
+
+
+@pytest.mark.parametrize(
+    ("damage", "expected"),
+    [
+        (lambda t: t.pop(f"{FP8_WEIGHT}_scale_inv"), f"{FP8_WEIGHT}_scale_inv is missing"),
+        (lambda t: t.update({FP8_WEIGHT: TensorInfo(FP8_WEIGHT, "BF16", (64, 128))}), "no place"),
+        (
+            lambda t: t.update(
+                {f"{FP8_WEIGHT}_scale_inv": TensorInfo(f"{FP8_WEIGHT}_scale_inv", "F32", (2, 1))}
+            ),
+            "has shape [2, 1], config.json asks for [1, 1]",
+        ),
+        (
+            lambda t: t.update(
+                {f"{FP8_WEIGHT}_scale_inv": TensorInfo(f"{FP8_WEIGHT}_scale_inv", "BF16", (1, 1))}
+            ),
+            "_scale_inv is BF16",
+        ),
+    ],
+)  # fmt: skip
+def test_fp8_weights_need_their_scales(damage: Any, expected: str, tmp_path: Path) -> None:
+    source = CheckpointFolder.open(fixtures.deepseek_v3(tmp_path / "m", fp8=True))
+    tensors = dict(source.tensors)
+    layout = layout_for(source.architecture)
+    present, _ = layout.match(tensors, "folder")
+    targets = [m.target for m in present]
+    place = targets.index("transformer.layers.1.mlp.experts.5.gate.weight")
+    assert targets[place + 1] == "transformer.layers.1.mlp.experts.5.gate.weights_block_scaling_factor"
+    damage(tensors)
+    with pytest.raises(CheckpointError) as caught:
+        layout.match(tensors, "folder")
+    assert expected in caught.value.message

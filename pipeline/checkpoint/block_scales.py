@@ -1,0 +1,145 @@
+"""FP8 weights scaled by blocks, as DeepSeek-V3 ships them: one float32 factor per 128 x 128 block (arXiv 2412.19437
+§3.3.2), the last block of a row or column smaller where 128 does not divide it. w = q * scale, in float32; what the
+tensors are called is in layouts/scales.py.
+
+E4M3 to float32 without a table: its exponent has 4 bits of bias 7 and its fraction 3, float16's has 5 of bias 15, so
+that the bits moved up by 7 are the float16 of 2^-8 times the value, subnormal numbers included.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping
+from typing import TYPE_CHECKING, Any
+
+import numpy as np
+
+from pipeline.checkpoint.layouts.scales import BLOCK, FP8, count_blocks, target_scale
+from pipeline.checkpoint.tensors import RawTensor, TensorSource
+from pipeline.errors import CheckpointError
+
+if TYPE_CHECKING:
+    import numpy.typing as npt
+    import torch
+
+TILE_ELEMENTS = 1 << 18  # a megabyte of float32 stays in a core's second-level cache
+_NAN = 0x7F  # E4M3 has no infinity, and one NaN of either sign
+_FLOAT16_SHIFT = 256.0
+
+
+def is_block_scaled(source: TensorSource, weight: str) -> bool:
+    """Whether the engine checkpoint `source` holds this weight in FP8 blocks."""
+    info = source.tensors.get(weight)
+    return info is not None and info.dtype == FP8
+
+
+def read_weight(source: TensorSource, weight: str) -> torch.Tensor:
+    """An engine checkpoint's weight as float32 [O, I] where it is stored in FP8 blocks, else as it is stored."""
+    raw = source.read(weight)
+    if raw.dtype != FP8:
+        return raw.to_torch()
+    if target_scale(weight) not in source.tensors:
+        raise CheckpointError(f"{weight} is {FP8} without {target_scale(weight)}", hint="convert the checkpoint again")
+    return dequantize(weight, raw, source.read(target_scale(weight)))
+
+
+def dequantize(name: str, weight: RawTensor, scales: RawTensor) -> torch.Tensor:
+    """float32 [O, I]."""
+    import torch
+
+    result = torch.empty(weight.shape, dtype=torch.float32)
+    start = 0
+    for tile in iterate_tiles(name, weight, scales):
+        result[start : start + tile.shape[0]] = tile
+        start += tile.shape[0]
+    return result
+
+
+def iterate_tiles(name: str, weight: RawTensor, scales: RawTensor) -> Iterator[torch.Tensor]:
+    """float32 [rows, I], tile by tile from the top; each is valid until the next.
+
+    Raises CheckpointError, naming `name`, for NaN, for scales of another shape or type or that are not finite.
+    """
+    import torch
+
+    _check_scales(name, weight, scales)
+    rows, columns = weight.shape
+    stored = weight.to_torch().view(torch.int8)
+    factors = scales.to_torch()
+    step = min(BLOCK, max(1, TILE_ELEMENTS // max(columns, 1)))
+    bits = torch.empty(step, columns, dtype=torch.int16)
+    values = torch.empty(step, columns, dtype=torch.float32)
+    for top in range(0, rows, BLOCK):
+        factor = (factors[top // BLOCK] * _FLOAT16_SHIFT).repeat_interleave(BLOCK)[:columns]
+        exact = bool(torch.isfinite(factor).all())  # a scale of 1e36 is finite, 256 times that is not
+        for start in range(top, min(top + BLOCK, rows), step):
+            stop = min(start + step, top + BLOCK, rows)
+            _refuse_nan(name, weight, start, stop)
+            moved, tile = bits[: stop - start], values[: stop - start]
+            moved.copy_(stored[start:stop])  # int8 to int16: the sign is now in bits 15 to 7
+            moved.bitwise_left_shift_(7).bitwise_and_(~0x4000)  # and here in bit 15 alone
+            tile.copy_(moved.view(torch.float16))
+            if exact:
+                tile.mul_(factor)
+            else:
+                tile.mul_(_FLOAT16_SHIFT).mul_(factors[top // BLOCK].repeat_interleave(BLOCK)[:columns])
+            yield tile
+
+
+def iterate_kept(name: str, weight: RawTensor) -> Iterator[npt.NDArray[np.uint8]]:
+    """The bytes of an FP8 weight as they are, piece by piece. Raises CheckpointError for NaN."""
+    for start in range(0, weight.data.size, TILE_ELEMENTS):
+        piece = weight.data[start : start + TILE_ELEMENTS]
+        _check_piece(name, weight.shape, piece, start)
+        yield piece
+
+
+def check_config(config: Mapping[str, Any], origin: str) -> None:
+    """Raises CheckpointError where `quantization_config` speaks of anything but 128 x 128 blocks of E4M3."""
+    quantization = config.get("quantization_config")
+    if quantization is None:
+        return
+    known = isinstance(quantization, dict) and quantization.get("quant_method") == "fp8"
+    method = quantization.get("quant_method") if isinstance(quantization, dict) else quantization
+    if not known:
+        raise CheckpointError(
+            f"{origin}: quantization_config says that the weights are quantized ({method})",
+            hint="take the model's 16-bit weights, or DeepSeek's FP8 ones; quantization is our own stage",
+        )
+    size, form = quantization.get("weight_block_size"), quantization.get("fmt", "e4m3")
+    if size != [BLOCK, BLOCK] or form != "e4m3":
+        raise CheckpointError(
+            f"{origin}: quantization_config has weight_block_size {size!r} and fmt {form!r}; read are [{BLOCK}, "
+            f"{BLOCK}] and 'e4m3'",
+            hint="take the model's 16-bit weights",
+        )
+
+
+def _check_scales(name: str, weight: RawTensor, scales: RawTensor) -> None:
+    if len(weight.shape) != 2 or scales.dtype != "F32" or scales.shape != count_blocks(weight.shape):
+        raise CheckpointError(
+            f"{name} is {weight.dtype}{list(weight.shape)} with scales {scales.dtype}{list(scales.shape)}; blocks of "
+            f"{BLOCK} x {BLOCK} have F32{list(count_blocks(weight.shape))}",
+            hint="the weights are damaged, or of another block size",
+        )
+    values = scales.data.view(np.float32)
+    if not np.isfinite(values).all():
+        index = np.unravel_index(int(np.argmin(np.isfinite(values))), scales.shape)
+        raise CheckpointError(
+            f"{name}: the scale of block {[int(i) for i in index]} is not finite",
+            hint="the weights are damaged; no model has such a value: copy them again",
+        )
+
+
+def _refuse_nan(name: str, weight: RawTensor, start: int, stop: int) -> None:
+    columns = weight.shape[1]
+    _check_piece(name, weight.shape, weight.data[start * columns : stop * columns], start * columns)
+
+
+def _check_piece(name: str, shape: tuple[int, ...], piece: npt.NDArray[np.uint8], start: int) -> None:
+    magnitude = piece & _NAN
+    if piece.size and int(magnitude.max()) == _NAN:
+        index = np.unravel_index(start + int(np.argmax(magnitude == _NAN)), shape)
+        raise CheckpointError(
+            f"{name} is NaN at {[int(i) for i in index]}",
+            hint="the weights are damaged; no model has such a value: copy them again",
+        )
