@@ -16,8 +16,8 @@ def command(
     """Make the engine: run every stage that is not made yet.
 
     CONFIG is a YAML file, as a path or as a name in configs/. The stages are convert, quantize, verify, build and
-    package. What a stage made is kept in <output>/store and used again as long as its settings and inputs stay the
-    same; a run that was stopped goes on where it was. <output>/<name> shows the results.
+    package. What a stage made is kept in a store, <output>/store, and used again as long as its settings and inputs
+    stay the same; a run that was stopped goes on where it was. <output>/<name> shows the results.
     """
     from pipeline.cli.source import check_source
     from pipeline.progress import make_reporter
@@ -29,7 +29,7 @@ def command(
     for note in check_source(config).notes:
         reporter.note(note)
     made = Executor(config, load_stages(), reporter).run(start=start, until=until, force=force)
-    folder = config.output / config.name
+    folder = config.run_folder
     width = max(map(len, made), default=0)
     for stage in made:
         click.echo(f"{stage.ljust(width)}  {folder / stage}")

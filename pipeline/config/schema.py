@@ -110,9 +110,23 @@ class Config(Section):
     model: ModelSource = Field(description="The checkpoint to start from.")
     target: Target = Field(description="What the engine is built for.")
     output: Path = Field(default=Path("out"), description="Results go to <output>/<name>, the store to <output>/store.")
+    store: Path | None = Field(
+        default=None,
+        description="Where stages' results are kept, for several outputs to share; <output>/store unless given.",
+    )
     stages: Stages = Field(default=Stages(), description="Settings of each stage.")
 
     _origins: dict[str, str] = PrivateAttr(default_factory=dict)
+
+    @property
+    def run_folder(self) -> Path:
+        """Where the results of this config appear."""
+        return self.output / self.name
+
+    @property
+    def store_folder(self) -> Path:
+        """Where the store is."""
+        return self.store or self.output / "store"
 
     def remember_origins(self, origins: dict[str, str]) -> None:
         """Keeps `file:line` of every key, for `locate`."""
@@ -124,7 +138,9 @@ class Config(Section):
         return f"{origin}: {key}" if origin else key
 
     @model_validator(mode="after")
-    def _refuse_store_name(self) -> Self:
+    def _refuse_places(self) -> Self:
         if self.name in ("store", "cache", "models"):
             raise ValueError(f"name {self.name} is taken by a folder that trtseek itself keeps under output")
+        if self.store is not None and self.store.resolve().is_relative_to(self.run_folder.resolve()):
+            raise ValueError(f"store {self.store} is within {self.run_folder}, where the results are shown")
         return self

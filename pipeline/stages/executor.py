@@ -38,8 +38,8 @@ class Executor:
         self.config = config
         self.stages = stages
         self.progress = progress
-        self.store = Store(config.output / "store")
-        self.folder = RunFolder(config.output / config.name)
+        self.store = Store(config.store_folder)
+        self.folder = RunFolder(config.run_folder, store=self.store.root)
         digest.set_digest_cache(self.store.digests)
 
     def plan(self, *, start: str | None = None, until: str | None = None, force: Iterable[str] = ()) -> list[StagePlan]:
@@ -72,14 +72,14 @@ class Executor:
             inputs = {name: artifact for name, artifact in made.items() if name in stage.inputs}
             self.progress.begin(stage.name)
             job = _Job(self, stage, prints[stage.name], inputs, forced=stage.name in selection.forced)
-            finding = job.find()
-            if index < selection.first and finding.artifact is None:
+            finding, artifact = job.reuse()
+            if index < selection.first and artifact is None:
                 start = self.stages[selection.first].name
                 raise StoreError(
                     f"{stage.name} is needed and not in the store ({finding.reason}); --from {start} does not make it",
                     hint=f"run without --from, or with --from {stage.name}",
                 )
-            made[stage.name] = job.reuse(finding.artifact) if finding.artifact else job.make()
+            made[stage.name] = artifact or job.make()
         return made
 
     def _fingerprint_all(self) -> dict[str, Fingerprint]:
@@ -115,7 +115,15 @@ class _Job:
         finding = self.store.find(self.stage.name, self.found.digest, inputs=self.contents)
         return finding.without("--force") if self.forced else finding
 
-    def reuse(self, artifact: Artifact) -> Artifact:
+    def reuse(self) -> tuple[Finding, Artifact | None]:
+        """Links what the store has, if it has it: held until the link shows it to be in use."""
+        if self.forced or not self.store.has(self.stage.name, self.found.digest):
+            return self.find(), None
+        with self._lock(self.stage.name, self.found.digest, shared=True):
+            finding = self.find()
+            return finding, self._show(finding.artifact) if finding.artifact else None
+
+    def _show(self, artifact: Artifact) -> Artifact:
         self.folder.link(self.stage.name, artifact.path)
         self._record("cached", artifact.seconds)
         self.progress.end(f"cached, {format_amount(artifact.nbytes, 'B')}")
@@ -130,7 +138,7 @@ class _Job:
             self._check_inputs()
             finding = self.find()  # whoever held the lock may have made it meanwhile
             if finding.artifact is not None:
-                return self.reuse(finding.artifact)
+                return self._show(finding.artifact)
             for reason in explain_run(self.stage.name, self.found, finding, self.folder.read()):
                 self.progress.note(f"runs: {reason}")
             return self._make_locked()
@@ -149,6 +157,7 @@ class _Job:
             for name, file in artifact.files.items():
                 partial.recognise(artifact.path / name, file.digest)
         began = time.monotonic()
+        self._record("begun", 0.0)  # what a kill leaves: the partial result is this run's to go on with
         try:
             self._work(partial)
             artifact = self.store.commit(

@@ -8,6 +8,7 @@ that another process unlinked excludes nobody.
 from __future__ import annotations
 
 import contextlib
+import errno
 import fcntl
 import os
 from typing import TYPE_CHECKING
@@ -19,9 +20,17 @@ if TYPE_CHECKING:
 
 @contextlib.contextmanager
 def hold(path: Path, *, shared: bool, on_wait: Callable[[str], None]) -> Iterator[None]:
-    """Holds the lock file `path`; where it must wait, tells `on_wait` once who is in the way ("process 1234")."""
-    path.parent.mkdir(parents=True, exist_ok=True)
-    descriptor = os.open(path, os.O_RDWR | os.O_CREAT | os.O_CLOEXEC, 0o644)
+    """Holds the lock file `path`; where it must wait, tells `on_wait` once who is in the way ("process 1234").
+
+    On a disk that cannot be written to, a shared lock that was never taken there is not held: nothing can change.
+    """
+    try:
+        descriptor = _open(path)
+    except OSError as error:
+        if not (shared and error.errno in (errno.EROFS, errno.EACCES, errno.EPERM)):
+            raise
+        yield
+        return
     kind = fcntl.LOCK_SH if shared else fcntl.LOCK_EX
     try:
         try:
@@ -36,3 +45,28 @@ def hold(path: Path, *, shared: bool, on_wait: Callable[[str], None]) -> Iterato
         yield
     finally:
         os.close(descriptor)
+
+
+@contextlib.contextmanager
+def try_hold(path: Path) -> Iterator[bool]:
+    """Holds the lock file alone if nobody else holds it at all; whether it does."""
+    descriptor = _open(path)
+    try:
+        fcntl.flock(descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB)
+        yield True
+    except BlockingIOError:
+        yield False
+    finally:
+        os.close(descriptor)
+
+
+def _open(path: Path) -> int:
+    try:
+        return os.open(path, os.O_RDWR | os.O_CLOEXEC)
+    except FileNotFoundError:
+        path.parent.mkdir(parents=True, exist_ok=True)
+        return os.open(path, os.O_RDWR | os.O_CREAT | os.O_CLOEXEC, 0o644)
+    except OSError as error:
+        if error.errno != errno.EROFS:
+            raise
+        return os.open(path, os.O_RDONLY | os.O_CLOEXEC)  # a read-only disk: others' locks can be seen all the same

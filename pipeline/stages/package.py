@@ -17,7 +17,7 @@ if TYPE_CHECKING:
 
 def _parameters(config: Config) -> Mapping[str, Any]:
     """Everything: the manifest carries the resolved config."""
-    return config.model_dump(mode="json", exclude={"output"})
+    return config.model_dump(mode="json", exclude={"output", "store"})
 
 
 def _run(context: StageContext) -> None:

@@ -92,7 +92,7 @@ def explain_run(stage: str, found: Fingerprint, finding: Finding, previous: Mapp
     if finding.reason != "not in the store":
         return [finding.reason]
     last = previous.get(stage)
-    if last is None:
+    if last is None or (last["state"] == "begun" and last["fingerprint"] == found.digest):
         return [NOT_MADE]
     if last["fingerprint"] != found.digest:
         return explain_change(last["record"], found.record)

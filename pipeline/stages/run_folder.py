@@ -13,6 +13,7 @@ from typing import TYPE_CHECKING, Any
 
 from pipeline.errors import StoreError
 from pipeline.stages.disk import explain_disk_errors
+from pipeline.stages.roots import register
 
 if TYPE_CHECKING:
     from pathlib import Path
@@ -23,8 +24,10 @@ FORMAT = 1
 class RunFolder:
     """One config's folder. `run.json` holds, per stage, the fingerprint, its record, and how the stage went last."""
 
-    def __init__(self, path: Path) -> None:
+    def __init__(self, path: Path, *, store: Path | None = None) -> None:
+        """`store` is told of the folder before the first link into it, so that nothing linked here is collected."""
         self.path = path
+        self._store = store
 
     def read(self) -> dict[str, Any]:
         """`stages` of run.json; empty where there was no run, or none that can be read."""
@@ -51,6 +54,8 @@ class RunFolder:
             if link.is_symlink() and os.readlink(link) == relative:
                 return
             self._refuse_foreign(link)
+            if self._store is not None:
+                register(self._store, self.path)
             draft = self.path / f".link-{uuid.uuid4().hex}"
             draft.symlink_to(relative)
             draft.rename(link)

@@ -89,6 +89,13 @@ class Store:
     def place(self, stage: str, fingerprint: str) -> Path:
         return self.root / stage / _hex(fingerprint)[:SHORT]
 
+    def lock_file(self, stage: str, fingerprint: str) -> Path:
+        return self.root / ".locks" / f"{stage}-{_hex(fingerprint)[:SHORT]}.lock"
+
+    def has(self, stage: str, fingerprint: str) -> bool:
+        """Whether there is anything in the artifact's place, believed or not."""
+        return os.path.lexists(self.place(stage, fingerprint))
+
     def partial_folder(self, stage: str, fingerprint: str) -> Path:
         return self.root / ".partial" / f"{stage}-{_hex(fingerprint)}"
 
@@ -122,8 +129,7 @@ class Store:
         """Holds an artifact: alone to make or replace it, shared to read it."""
         with contextlib.ExitStack() as stack:
             with explain_disk_errors(self.root):
-                path = self.root / ".locks" / f"{stage}-{_hex(fingerprint)[:SHORT]}.lock"
-                stack.enter_context(hold(path, shared=shared, on_wait=on_wait))
+                stack.enter_context(hold(self.lock_file(stage, fingerprint), shared=shared, on_wait=on_wait))
             yield
 
     def open_partial(self, stage: str, fingerprint: str, *, inputs: Mapping[str, str], fresh: bool = False) -> Partial:

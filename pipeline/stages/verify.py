@@ -50,8 +50,7 @@ def _run(context: StageContext) -> None:
     (folder / SUMMARY).write_text(result.summarize(), encoding="utf-8")
     for gate in result.gates:
         context.progress.note(gate.describe())
-    run_folder = context.config.output / context.config.name
-    enforce(result.gates, str(run_folder / "verify.failed" / SUMMARY))
+    enforce(result.gates, str(context.config.run_folder / "verify.failed" / SUMMARY))
 
 
 STAGE = Stage(

@@ -146,7 +146,7 @@ def test_a_bad_override_is_quoted(folder, override, message, hint):
         ("targt: {gpu: L4}", "a.yaml:2: targt: is not a setting", "did you mean target?"),
         ("stages:\n  quantise: {}", "a.yaml:3: stages.quantise: is not a setting", "did you mean stages.quantize?"),
         ("group_size: 64", "a.yaml:2: group_size: is not a setting", "did you mean stages.quantize.group_size?"),
-        ("zzz: 64", "a.yaml:2: zzz: is not a setting", "known here: name, model, target, output, stages"),
+        ("zzz: 64", "a.yaml:2: zzz: is not a setting", "known here: name, model, target, output, store, stages"),
         (
             "stages: {build: {generation: [{batch: 1, lenght: 2, length: 2}]}}",
             "a.yaml:2: stages.build.generation.0.lenght: is not a setting",
@@ -179,6 +179,7 @@ def test_a_bad_override_is_quoted(folder, override, message, hint):
         ("stages: {verify: {gates: {mean_kl: .inf}}}", "a.yaml:2: stages.verify.gates.mean_kl: must be a number", ""),
         ("name: ../evil", "a.yaml:2: name: must match", ""),
         ("name: store", "name store is taken", ""),
+        ("name: a\nstore: out/a/b", "store out/a/b is within out/a", ""),
     ],
 )
 def test_errors_name_file_line_key_and_nearest(folder, text, message, hint):

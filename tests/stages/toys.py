@@ -20,9 +20,18 @@ class ToyConfig:
     output: Path
     source: Path
     name: str = "toy"
+    store: Path | None = None
     settings: dict[str, Any] = field(default_factory=dict)  # stage -> its parameters
     log: Path | None = None  # one line per piece of work done
     pause: float = 0.0
+
+    @property
+    def run_folder(self) -> Path:
+        return self.output / self.name
+
+    @property
+    def store_folder(self) -> Path:
+        return self.store or self.output / "store"
 
 
 def _say(context: StageContext, what: str) -> None:
