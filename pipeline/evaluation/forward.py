@@ -22,6 +22,9 @@ if TYPE_CHECKING:
     from pipeline.network.program import Program
     from pipeline.network.spec import NetworkSpec
 
+# Prepared weights kept between steps; what a large layer has beyond that is prepared at each use.
+RESIDENT_BYTES = 4 << 30
+
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Event:
@@ -65,7 +68,7 @@ def run_network(
     hidden: list[torch.Tensor | None] = [None] * len(steps)
     for first, last in segments:
         program = read_program(source, architecture, spec, (first, last))
-        interpreter = Interpreter(program, mode=mode)
+        interpreter = Interpreter(program, mode=mode, resident_bytes=RESIDENT_BYTES)
         slice_spec = replace(spec, layers=(first, last))
         pools = {
             pool.name: torch.zeros(pool.resolve({"NB": num_blocks}), dtype=getattr(torch, _held(pool.dtype, mode)))
