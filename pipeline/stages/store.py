@@ -34,6 +34,7 @@ if TYPE_CHECKING:
 
 __all__ = ["Finding", "FolderWorkspace", "Partial", "Store", "Workspace"]
 
+PARTIAL, TRASH = ".partial", ".trash-"
 SHORT = 32  # hex digits of the fingerprint in a folder's name; the whole one is in artifact.json
 
 
@@ -97,7 +98,7 @@ class Store:
         return os.path.lexists(self.place(stage, fingerprint))
 
     def partial_folder(self, stage: str, fingerprint: str) -> Path:
-        return self.root / ".partial" / f"{stage}-{_hex(fingerprint)}"
+        return self.root / PARTIAL / f"{stage}-{_hex(fingerprint)}"
 
     def find(
         self, stage: str, fingerprint: str, *, inputs: Mapping[str, str] | None = None, full: bool = False
@@ -195,10 +196,10 @@ class Store:
                 flush(folder)
             place.parent.mkdir(parents=True, exist_ok=True)
             if os.path.lexists(place):
-                place.rename(self.root / f".trash-{uuid.uuid4().hex}")
+                place.rename(self.root / f"{TRASH}{uuid.uuid4().hex}")
             partial.path.rename(place)
             flush(place.parent)
-            for left_over in (partial.folder, *self.root.glob(".trash-*")):
+            for left_over in (partial.folder, *self.root.glob(f"{TRASH}*")):
                 shutil.rmtree(left_over, ignore_errors=True)
         return read_marker(place)
 
