@@ -80,6 +80,27 @@ class Caster:
             largest = _to_float(top, tensor.dtype) if top > self._limit_bits[tensor.dtype] else None
             yield self._cast(values[start : start + chunk.size], chunk, largest, losses)
 
+    def run_values(self, name: str, tiles: Iterator[torch.Tensor], losses: Losses) -> Iterator[npt.NDArray[Any]]:
+        """As `run`, for float32 values that come tile by tile: dequantized, never stored. Raises CheckpointError for
+        what is not finite."""
+        _, _, infinity = FLOATS["F32"]
+        for tile in tiles:
+            flat = tile.reshape(-1)
+            for start in range(0, flat.numel(), CHUNK_ELEMENTS):
+                values = flat[start : start + CHUNK_ELEMENTS]
+                bits = values.numpy().view(np.uint32)
+                top = _largest_bits(bits, "F32")
+                if top >= infinity:
+                    raise CheckpointError(
+                        f"{name} is not finite once it is multiplied by its scales",
+                        hint="the weights are damaged; no model has such a value: copy them again",
+                    )
+                if self.target == "F32":
+                    yield bits
+                    continue
+                largest = _to_float(top, "F32") if top > self._limit_bits["F32"] else None
+                yield self._cast(values, bits, largest, losses)
+
     def _cast(
         self, values: torch.Tensor, bits: npt.NDArray[Any], largest: float | None, losses: Losses
     ) -> npt.NDArray[Any]:

@@ -1,7 +1,8 @@
 """From a Hugging Face folder to the engine checkpoint, as a stream: memory does not grow with tensors or files.
 
 A target tensor is its sources' bytes one after the other, so each passes through one small buffer from the source's
-mapping to the file. A shard is a step that a killed run need not repeat.
+mapping to the file. Weights in FP8 blocks stay so with their scales, unless a type is asked for: then they are
+multiplied out on the way. A shard is a step that a killed run need not repeat.
 """
 
 from __future__ import annotations
@@ -9,21 +10,28 @@ from __future__ import annotations
 import json
 import shutil
 from collections import Counter
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
+from collections.abc import Mapping as AbstractMapping
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
+from pipeline.checkpoint.block_scales import check_config, iterate_kept, iterate_tiles
 from pipeline.checkpoint.casting import FLOATS, Caster, Losses
 from pipeline.checkpoint.conversion_report import REPORT, ConversionReport, ShardLosses
 from pipeline.checkpoint.folder import CONFIG, GENERATION_CONFIG, CheckpointFolder
-from pipeline.checkpoint.json_text import set_keys
+from pipeline.checkpoint.json_text import remove_key, set_keys
 from pipeline.checkpoint.layouts import Mapping, layout_for
+from pipeline.checkpoint.layouts.scales import BLOCK, FP8, source_scale
+from pipeline.checkpoint.layouts.scales import ROLE as SCALES
 from pipeline.checkpoint.safetensors_file import SafetensorsWriter
 from pipeline.checkpoint.shards import MAX_SHARD, METADATA, Shard, plan_shards, write_index
 from pipeline.checkpoint.tensors import DTYPES, SAFETENSORS_DTYPE, TensorInfo
 from pipeline.errors import CheckpointError, ConfigError
 from pipeline.progress import SILENT, Progress
 from pipeline.workspace import Workspace
+
+if TYPE_CHECKING:
+    import numpy.typing as npt
 
 FORMAT = 1  # of the engine checkpoint; readers refuse others
 LOSSES = "losses"  # folder of per-shard results in the workspace, gone when the conversion is whole
@@ -40,21 +48,27 @@ def convert_checkpoint(
 ) -> ConversionReport:
     """Writes the engine checkpoint into the workspace's folder and returns what `conversion.json` says.
 
-    `dtype` is float16, bfloat16 or float32; None keeps the type that most of the source's bytes have. `overflow` is
-    "refuse", which raises CheckpointError naming the worst tensor, or "clip". Also raises CheckpointError for tensors
-    that are missing, misshapen, unknown, not finite, or of no plain float type; StoreError where the disk is too small.
+    `dtype` is float16, bfloat16 or float32; None keeps FP8 blocks, and for the rest the type of most of its bytes.
+    `overflow` is "refuse", which raises CheckpointError naming the worst tensor, or "clip". Also raises CheckpointError
+    for tensors that are missing, misshapen, unknown, not finite, or of no type that is read; StoreError where the disk
+    is too small.
     """
     _check_settings(source, dtype, overflow)
     mappings, unused = layout_for(source.architecture).match(source.tensors, str(source.path))
     target = SAFETENSORS_DTYPE[dtype] if dtype else _pick_dtype(source, mappings)
+    fp8 = any(mapping.role == SCALES for mapping in mappings)
+    keeps_fp8 = fp8 and dtype is None
+    if not keeps_fp8:
+        mappings = [mapping for mapping in mappings if mapping.role != SCALES]
+    types = {m.target: _target_type(source, m, target, keeps_fp8=keeps_fp8) for m in mappings}
     if workspace.is_done(REPORT):
         shutil.rmtree(workspace.path / LOSSES, ignore_errors=True)
         return ConversionReport.read(workspace.path / REPORT)
     if DTYPES[target][1] != source.architecture.dtype:
         progress.note(f"weights are written as {DTYPES[target][1]}; config.json says {source.architecture.dtype}")
-    shards = plan_shards([TensorInfo(m.target, target, m.target_shape) for m in mappings], max_shard)
+    shards = plan_shards([TensorInfo(m.target, types[m.target], m.target_shape) for m in mappings], max_shard)
     workspace.require(sum(shard.nbytes for shard in shards if not workspace.is_done(shard.name)))
-    job = _Job(source, mappings, target, clip=overflow == "clip", progress=progress)
+    job = _Job(source, mappings, types, clip=overflow == "clip", progress=progress)
     progress.start("weights", job.nbytes, "B")
     losses: ShardLosses = {}
     for shard in shards:
@@ -64,13 +78,13 @@ def convert_checkpoint(
         tensors=len(mappings),
         source_bytes=job.nbytes,
         target_bytes=sum(shard.nbytes for shard in shards),
-        casts=dict(sorted(Counter(f"{i.dtype} -> {target}" for i in job.infos if i.dtype != target).items())),
+        casts=job.count_casts(),
         overflow={name: (each.overflow, each.largest) for name, each in losses.items() if each.overflow},
         underflow={name: each.underflow for name, each in losses.items() if each.underflow},
         unused=unused,
         shards=[shard.name for shard in shards],
     )
-    _write_rest(source, workspace, shards, report)
+    _write_rest(source, workspace, shards, report, fp8=fp8, keeps_fp8=keeps_fp8)
     return report
 
 
@@ -82,13 +96,26 @@ class _Job:
     """The tensors of one conversion, in order, and the buffers they pass through."""
 
     def __init__(
-        self, source: CheckpointFolder, mappings: Sequence[Mapping], target: str, *, clip: bool, progress: Progress
+        self,
+        source: CheckpointFolder,
+        mappings: Sequence[Mapping],
+        types: AbstractMapping[str, str],
+        *,
+        clip: bool,
+        progress: Progress,
     ) -> None:
-        self.source, self.target, self.clip, self.progress = source, target, clip, progress
+        """`types`: the safetensors type of each target."""
+        self.source, self.types, self.clip, self.progress = source, types, clip, progress
         self.mappings = {m.target: m for m in mappings}
-        self.infos = [source.tensors[name] for m in mappings for name in m.sources]
-        self.nbytes = sum(info.nbytes for info in self.infos)
-        self.caster = Caster(target, clip=clip)
+        self.nbytes = sum(source.tensors[name].nbytes for m in mappings for name in m.sources)
+        self.casters = {target: Caster(target, clip=clip) for target in set(types.values()) if target in FLOATS}
+
+    def count_casts(self) -> dict[str, int]:
+        """Source tensors per change of type."""
+        pairs = (
+            (self.source.tensors[s].dtype, self.types[m.target]) for m in self.mappings.values() for s in m.sources
+        )
+        return dict(sorted(Counter(f"{before} -> {after}" for before, after in pairs if before != after).items()))
 
     def run(self, shard: Shard, workspace: Workspace) -> ShardLosses:
         """Writes a shard, unless an earlier run did, and returns what its tensors lost."""
@@ -116,7 +143,7 @@ class _Job:
         lost = Losses()
         for part in self.mappings[name].sources:
             done, size = 0, DTYPES[self.source.tensors[part].dtype][0]
-            for piece in self.caster.run(part, self.source.read(part), lost):
+            for piece in self._pieces(part, self.types[name], lost):
                 if writer is not None:
                     writer.write(piece)
                 self.source.release(part, done, done + piece.size * size)
@@ -127,6 +154,16 @@ class _Job:
         if lost.overflow and not self.clip and writer is not None:
             raise _OverflowFoundError
 
+    def _pieces(self, part: str, target: str, lost: Losses) -> Iterator[npt.NDArray[Any]]:
+        """The bytes of one source tensor in the target's type."""
+        raw = self.source.read(part)
+        if target == FP8:
+            return iterate_kept(part, raw)
+        if raw.dtype == FP8:
+            tiles = iterate_tiles(part, raw, self.source.read(source_scale(part)))
+            return self.casters[target].run_values(part, tiles, lost)
+        return self.casters[target].run(part, raw, lost)
+
     def _refuse_overflow(self, losses: ShardLosses) -> None:
         """Looks at every remaining tensor, so that the message names the worst of all, and raises."""
         names = list(self.mappings)
@@ -136,7 +173,7 @@ class _Job:
         worst = max(losses, key=lambda name: losses[name].largest)
         count = sum(1 for each in losses.values() if each.overflow)
         raise CheckpointError(
-            f"{self.source.path}: {count} tensors do not fit {DTYPES[self.target][1]}; worst is "
+            f"{self.source.path}: {count} tensors do not fit {DTYPES[self.types[worst]][1]}; worst is "
             f"{' + '.join(self.mappings[worst].sources)} with {losses[worst].overflow} values out of range, up to "
             f"{losses[worst].largest:.6g}",
             hint="set stages.convert.dtype to bfloat16, or stages.convert.overflow to clip if saturating them is meant",
@@ -150,21 +187,33 @@ def _check_settings(source: CheckpointFolder, dtype: str | None, overflow: str) 
         raise ConfigError(f"convert: overflow {overflow!r} is neither refuse nor clip")
     if "trtseek" in source.config:
         raise CheckpointError(f"{source.path} is an engine checkpoint already", hint="model.path must name a HF folder")
-    quantization = source.config.get("quantization_config")
-    if quantization is not None:
-        method = quantization.get("quant_method") if isinstance(quantization, dict) else quantization
+    check_config(source.config, str(source.path / CONFIG))
+
+
+def _target_type(source: CheckpointFolder, mapping: Mapping, target: str, *, keeps_fp8: bool) -> str:
+    """The type that a mapping's target is written in. Raises CheckpointError for FP8 that cannot be kept."""
+    stored = {source.tensors[name].dtype for name in mapping.sources}
+    if len(stored) == 1 and not mapping.cast:
+        return stored.pop()
+    if FP8 not in stored or not keeps_fp8:
+        return target
+    # One below the other, weights must fill whole blocks for their scales to stay one below the other too.
+    if any(shape[0] % BLOCK for shape in mapping.source_shapes[:-1]):
         raise CheckpointError(
-            f"{source.path} is quantized ({method}); such sources are not read",
-            hint="take the model's 16-bit weights; quantization is our own stage",
+            f"{source.path}: {' + '.join(mapping.sources)} cannot become one weight in FP8 blocks: their rows "
+            f"{[shape[0] for shape in mapping.source_shapes]} are not multiples of {BLOCK}",
+            hint="set stages.convert.dtype: bfloat16, which multiplies the blocks out",
         )
+    return FP8
 
 
 def _pick_dtype(source: CheckpointFolder, mappings: Sequence[Mapping]) -> str:
-    """The float type of most bytes: what the weights are, whatever config.json says."""
+    """The float type of most bytes, but for FP8 and what is never cast: the model's own, whatever config.json says."""
     sizes: Counter[str] = Counter()
     for mapping in mappings:
-        for name in mapping.sources:
-            sizes[source.tensors[name].dtype] += source.tensors[name].nbytes
+        for name in mapping.sources if mapping.cast else ():
+            if source.tensors[name].dtype != FP8:
+                sizes[source.tensors[name].dtype] += source.tensors[name].nbytes
     name = sizes.most_common(1)[0][0]
     if name not in FLOATS:
         raise CheckpointError(
@@ -175,11 +224,18 @@ def _pick_dtype(source: CheckpointFolder, mappings: Sequence[Mapping]) -> str:
 
 
 def _write_rest(
-    source: CheckpointFolder, workspace: Workspace, shards: Sequence[Shard], report: ConversionReport
+    source: CheckpointFolder,
+    workspace: Workspace,
+    shards: Sequence[Shard],
+    report: ConversionReport,
+    *,
+    fp8: bool,
+    keeps_fp8: bool,
 ) -> None:
-    """Index, config, tokenizer and report, in one last step."""
+    """Index, config, tokenizer and report, in one last step. `fp8`: whether the source has FP8 blocks."""
     folder = workspace.path
-    written = [write_index(folder, shards), _write_config(source, folder, report.dtype)]
+    config = _write_config(source, folder, report.dtype, fp8=fp8, keeps_fp8=keeps_fp8)
+    written = [write_index(folder, shards), config]
     for file in [source.path / GENERATION_CONFIG, *source.tokenizer_files]:
         if file.is_file():
             shutil.copyfile(file, folder / file.name)
@@ -189,11 +245,16 @@ def _write_rest(
     shutil.rmtree(folder / LOSSES)
 
 
-def _write_config(source: CheckpointFolder, folder: Path, dtype: str) -> Path:
-    """The source's own text with the type and our key set. `torch_dtype` is the hub's key, `dtype` transformers 5's."""
+def _write_config(source: CheckpointFolder, folder: Path, dtype: str, *, fp8: bool, keeps_fp8: bool) -> Path:
+    """The source's own text with the type and our key set. `torch_dtype` is the hub's key, `dtype` transformers 5's.
+    What it says of FP8 goes where the FP8 went."""
     present = [key for key in ("torch_dtype", "dtype") if key in source.config] or ["torch_dtype"]
-    own = {"format": FORMAT, "dtype": dtype, "quantization": None}
+    own: dict[str, Any] = {"format": FORMAT, "dtype": dtype, "quantization": None}
+    if keeps_fp8:
+        own["fp8_blocks"] = [BLOCK, BLOCK]
     changes: dict[str, Any] = dict.fromkeys(present, dtype) | {"trtseek": own}
     text = (source.path / CONFIG).read_text(encoding="utf-8")
+    if fp8 and not keeps_fp8 and "quantization_config" in source.config:
+        text = remove_key(text, "quantization_config")
     (folder / CONFIG).write_text(set_keys(text, changes), encoding="utf-8")
     return folder / CONFIG

@@ -14,9 +14,11 @@ from typing import TYPE_CHECKING
 from uuid import uuid4
 
 from pipeline.checkpoint.architecture import Architecture
+from pipeline.checkpoint.block_scales import is_block_scaled, read_weight
 from pipeline.checkpoint.folder import CONFIG, GENERATION_CONFIG, CheckpointFolder
 from pipeline.checkpoint.json_text import remove_key
 from pipeline.checkpoint.layouts import Mapping, layout_for
+from pipeline.checkpoint.layouts.scales import scale_mapping
 from pipeline.checkpoint.safetensors_file import write_safetensors
 from pipeline.checkpoint.shards import METADATA, plan_shards, write_index
 from pipeline.checkpoint.tensors import RawTensor, TensorInfo, TensorSource
@@ -29,7 +31,8 @@ if TYPE_CHECKING:
 def hf_layer_state(source: TensorSource, architecture: Architecture, layer: int) -> dict[str, torch.Tensor]:
     """Decoder layer `layer` under HF's on-disk names relative to it ("self_attn.q_proj.weight", …).
 
-    Weights share memory with the checkpoint's mapping (do not write to them); INT4 ones are dequantized to float32.
+    Weights share memory with the checkpoint's mapping (do not write to them); those in INT4 and in FP8 blocks are
+    dequantized to float32.
     Raises CheckpointError for a tensor that the checkpoint lacks or holds in another shape.
     """
     prefix = f"model.layers.{layer}."
@@ -55,7 +58,7 @@ def export_checkpoint(engine: CheckpointFolder, output: Path) -> None:
         )
     if output.exists():
         raise CheckpointError(f"{output} exists already", hint="name a folder that does not exist yet")
-    mappings = [m for m in layout_for(engine.architecture).mappings() if _is_there(engine, m)]
+    mappings = list(_list_stored(engine))
     infos = {info.name: info for m in mappings for info in _source_infos(engine, m)}
     output.parent.mkdir(parents=True, exist_ok=True)
     partial = output.with_name(f".{output.name}-{uuid4().hex}")
@@ -65,6 +68,15 @@ def export_checkpoint(engine: CheckpointFolder, output: Path) -> None:
         partial.rename(output)
     finally:
         shutil.rmtree(partial, ignore_errors=True)
+
+
+def _list_stored(engine: CheckpointFolder) -> Iterator[Mapping]:
+    """The mappings whose targets are there, each weight in FP8 blocks followed by its scales'."""
+    for mapping in layout_for(engine.architecture).mappings():
+        if _is_there(engine, mapping):
+            yield mapping
+            if is_block_scaled(engine, mapping.target):
+                yield scale_mapping(mapping)
 
 
 def _write_folder(engine: CheckpointFolder, mappings: list[Mapping], infos: list[TensorInfo], folder: Path) -> None:
@@ -93,7 +105,9 @@ def _iterate_parts(engine: CheckpointFolder, mappings: Sequence[Mapping]) -> Ite
 
 
 def _source_infos(engine: CheckpointFolder, mapping: Mapping) -> list[TensorInfo]:
-    info = engine.tensors[mapping.target]
+    info = engine.tensors.get(mapping.target)
+    if info is None:
+        raise CheckpointError(f"the engine checkpoint lacks {mapping.target}", hint="convert again")
     if info.shape != mapping.target_shape:
         raise _misshapen(mapping, info)
     named = zip(mapping.sources, mapping.source_shapes, strict=True)
@@ -113,7 +127,7 @@ def _read_state(source: TensorSource, mappings: Sequence[Mapping]) -> dict[str, 
 def _read_weight(source: TensorSource, mapping: Mapping) -> torch.Tensor:
     base = mapping.target.removesuffix(".weight")
     scales = f"{base}.weights_scaling_factor"
-    weight = source.read(mapping.target).to_torch()
+    weight = read_weight(source, mapping.target)
     if source.tensors[mapping.target].dtype == "I8" and scales in source.tensors:
         from pipeline.quantization.int4 import dequantize
 

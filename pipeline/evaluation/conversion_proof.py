@@ -2,7 +2,8 @@
 
 The engine checkpoint is mapped back to Hugging Face names by the layout's backward direction, one tensor at a time, and
 held against the source file itself. Where the type changed, the source is cast once more, by this module and not by the
-converter, and must equal what was stored.
+converter, and must equal what was stored. FP8 blocks that were multiplied out are multiplied out again here, value by
+value from the format's definition and block by block.
 """
 
 from __future__ import annotations
@@ -11,6 +12,7 @@ from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
 from pipeline.checkpoint.layouts import layout_for
+from pipeline.checkpoint.layouts.scales import BLOCK, FP8, scale_mapping, source_scale
 
 if TYPE_CHECKING:
     import torch
@@ -21,7 +23,8 @@ if TYPE_CHECKING:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class ConversionProof:
-    """`differing` names source tensors that the engine checkpoint does not reproduce, with how many elements differ."""
+    """`differing` names source tensors that the engine checkpoint does not reproduce, with how many elements differ; -1
+    where it has none to compare, or has them in a type that they must not be cast to."""
 
     tensors: int
     elements: int
@@ -40,17 +43,52 @@ def prove_conversion(source: CheckpointFolder, engine: CheckpointFolder, progres
             if not mapping.optional or any(name in source.tensors for name in mapping.sources):
                 differing.update({name: -1 for name in mapping.sources if name in source.tensors})
             continue
-        parts = mapping.backward(engine.read(mapping.target).to_torch())
-        for name, found in zip(mapping.sources, parts, strict=True):
-            original = source.read(name).to_torch()
-            wrong, beyond = _count_differences(original, found)
-            tensors += 1
-            elements += original.numel()
-            clipped += beyond
-            if wrong:
-                differing[name] = wrong
-            progress.advance(source.tensors[name].nbytes)
+        kept = engine.tensors[mapping.target].dtype == FP8
+        for each in (mapping, scale_mapping(mapping)) if kept else (mapping,):
+            if each.target not in engine.tensors:
+                differing.update(dict.fromkeys(each.sources, -1))
+                continue
+            parts = each.backward(engine.read(each.target).to_torch())
+            for name, found in zip(each.sources, parts, strict=True):
+                if not each.cast and engine.tensors[each.target].dtype != source.tensors[name].dtype:
+                    differing[name] = -1
+                    continue
+                wrong, beyond = _count_differences(_read_original(source, name, found.dtype), found)
+                tensors += 1
+                elements += found.numel()
+                clipped += beyond
+                if wrong:
+                    differing[name] = wrong
+                progress.advance(source.tensors[name].nbytes)
     return ConversionProof(tensors=tensors, elements=elements, differing=differing, clipped=clipped)
+
+
+def _read_original(source: CheckpointFolder, name: str, wanted: torch.dtype) -> torch.Tensor:
+    """As stored, or in float32 where it is FP8 in blocks and was `wanted` in another type."""
+    import torch
+
+    weight = source.read(name).to_torch()
+    if weight.dtype != torch.float8_e4m3fn or wanted == torch.float8_e4m3fn:
+        return weight
+    scales = source.read(source_scale(name)).to_torch()
+    values = _list_e4m3()[weight.view(torch.uint8).to(torch.int64)]
+    for row in range(scales.shape[0]):
+        for column in range(scales.shape[1]):
+            rows, columns = (slice(BLOCK * i, BLOCK * (i + 1)) for i in (row, column))
+            values[rows, columns] *= scales[row, column]
+    return values
+
+
+def _list_e4m3() -> torch.Tensor:
+    """The 256 values of E4M3 (arXiv 2209.05433, table 1): a sign, 4 bits of exponent, bias 7, and 3 of fraction."""
+    import torch
+
+    values = []
+    for byte in range(256):
+        exponent, fraction = byte >> 3 & 15, byte & 7
+        magnitude = fraction / 8 * 2.0**-6 if exponent == 0 else (1 + fraction / 8) * 2.0 ** (exponent - 7)
+        values.append(float("nan") if byte & 0x7F == 0x7F else -magnitude if byte & 0x80 else magnitude)
+    return torch.tensor(values, dtype=torch.float32)
 
 
 def _count_differences(original: torch.Tensor, found: torch.Tensor) -> tuple[int, int]:

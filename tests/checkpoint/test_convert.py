@@ -224,8 +224,9 @@ def test_sources_that_are_not_read_are_refused(llama_path: Path, tmp_path: Path)
     convert(llama_path, tmp_path / "engine")
     with pytest.raises(CheckpointError, match="engine checkpoint already"):
         convert(tmp_path / "engine", tmp_path / "again")
-    quantized = fixtures.llama(tmp_path / "fp8", quantization_config={"quant_method": "fp8"}, num_hidden_layers=1)
-    with pytest.raises(CheckpointError, match=r"quantized \(fp8\)"):
+    gptq = {"quant_method": "gptq", "bits": 4}
+    quantized = fixtures.llama(tmp_path / "gptq", quantization_config=gptq, num_hidden_layers=1)
+    with pytest.raises(CheckpointError, match=r"quantized \(gptq\)"):
         convert(quantized, tmp_path / "again")
 
     def narrow(tensors: fixtures.Tensors) -> None:
