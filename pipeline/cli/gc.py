@@ -83,9 +83,8 @@ def _print_holdings(root: Path, holdings: Sequence[Holding], garbage: Sequence[H
         name = holding.stage or "left over"
         size = format_amount(holding.nbytes, "B")
         part = " (unfinished)" if holding.kind == "partial" else ""
-        rows.append(
-            (name + part, holding.fingerprint[:SHORT], size, "kept" if holding.used else "unused", holding.used)
-        )
+        verdict = "kept" if holding.used else "unused"
+        rows.append((name + part, holding.fingerprint[:SHORT], size, verdict, holding.used))
     if rows:
         print_table(rows)
     total = format_amount(sum(holding.nbytes for holding in garbage), "B")

@@ -16,6 +16,10 @@ COLOURS = {
     "will run": "yellow",
     "undetermined": "yellow",
     "stale": "yellow",
+    "unused": "yellow",
+    "warning": "yellow",
+    "ok": "green",
+    "missing": "red",
     "failed": "red",
     "damaged": "red",
 }

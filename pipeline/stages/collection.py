@@ -36,7 +36,7 @@ Inode = tuple[int, int]
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Holding:
-    """One folder of a store. `used` says by what, empty where it is garbage; `nbytes` is what its removal would free."""
+    """One folder of a store. `used` says by what, empty where it is garbage; `nbytes` is what its removal frees."""
 
     path: Path
     kind: Kind

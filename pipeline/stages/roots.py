@@ -51,13 +51,15 @@ def _find(store: Path) -> Iterator[Path]:
 
 def list_links(run_folder: Path, store: Path) -> dict[str, Path]:
     """The links of a run folder by name, with the places below the store's real path that they lead to."""
-    here = store.resolve()
+    here, there = store.resolve(), run_folder.resolve()
     links = {}
-    for entry in run_folder.iterdir():
-        if entry.is_symlink():
-            target = (run_folder.resolve() / os.readlink(entry)).resolve()
-            if target.is_relative_to(here):
-                links[entry.name] = target
+    for entry in os.listdir(there):
+        try:
+            target = (there / os.readlink(there / entry)).resolve()
+        except OSError:  # no link, or replaced at this moment: then under another name in the same listing
+            continue
+        if target.is_relative_to(here):
+            links[entry] = target
     return links
 
 
