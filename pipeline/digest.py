@@ -13,7 +13,7 @@ import time
 from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
-    from collections.abc import Callable
+    from collections.abc import Callable, Iterable
     from pathlib import Path
 
     import numpy as np
@@ -89,6 +89,17 @@ def digest_bytes(data: bytes | bytearray | memoryview | npt.NDArray[np.generic])
     view = memoryview(data)  # type: ignore[arg-type]
     if view.nbytes:  # an empty view cannot be cast
         hasher.update(view.cast("B"))
+    return PREFIX + str(hasher.hexdigest())
+
+
+def digest_pieces(pieces: Iterable[npt.NDArray[np.uint8]]) -> str:
+    """The digest of contiguous arrays' bytes one after the other: `digest_bytes` of their concatenation."""
+    from blake3 import blake3
+
+    hasher = blake3(max_threads=blake3.AUTO)
+    for piece in pieces:
+        if piece.nbytes:
+            hasher.update(memoryview(piece).cast("B"))  # type: ignore[arg-type]
     return PREFIX + str(hasher.hexdigest())
 
 

@@ -6,6 +6,7 @@ nothing depends on the names that TensorRT makes up, which change with the order
 
 from __future__ import annotations
 
+import math
 from collections.abc import Sequence
 from dataclasses import dataclass, field, replace
 from typing import Any
@@ -15,7 +16,9 @@ import numpy.typing as npt
 
 from pipeline.checkpoint.tensors import DTYPES, RawTensor
 from pipeline.errors import BuildError
+from pipeline.network.derived import Constant, Derived
 from pipeline.network.inputs import Port
+from pipeline.network.placeholders import Placeholders
 
 Tensor = Any  # trt.ITensor: the bindings have no types
 # safetensors type -> TensorRT's attribute
@@ -27,7 +30,8 @@ class Graph:
     """Writes layers into `network`. `dtype` is the model's type; `prefix` the place that names are relative to.
 
     `constants` keeps the bytes of every constant alive, since TensorRT only holds pointers, and is how they are read
-    back (TensorRT cannot return INT4, FP8 and BF16).
+    back (TensorRT cannot return INT4, FP8 and BF16). With `placeholders`, the checkpoint's constants go there instead,
+    and TensorRT is told their names only.
     """
 
     trt: Any
@@ -35,6 +39,7 @@ class Graph:
     dtype: str
     prefix: str = ""
     constants: dict[str, RawTensor] = field(default_factory=dict)
+    placeholders: Placeholders | None = None
     tensors: dict[str, Tensor] = field(default_factory=dict)
 
     def at(self, place: str) -> Graph:
@@ -62,24 +67,37 @@ class Graph:
 
     # Constants
 
-    def constant(self, name: str, raw: RawTensor, shape: Sequence[int] | None = None) -> Tensor:
-        """A constant over `raw`'s own memory, seen in `shape`."""
-        seen = raw if shape is None else RawTensor(raw.dtype, tuple(shape), raw.data)
-        return self._constant(name, seen, _TRT_TYPES[raw.dtype], seen.shape)
+    def constant(self, name: str, constant: Constant, shape: Sequence[int] | None = None) -> Tensor:
+        """A constant of the checkpoint, over its own memory where it has any, seen in `shape`."""
+        return self._weights(name, constant, _TRT_TYPES[constant.dtype], shape or constant.shape)
 
-    def int4(self, name: str, packed: RawTensor) -> Tensor:
+    def int4(self, name: str, packed: Constant) -> Tensor:
         """An INT4 constant: `packed` is I8 with its last dimension halved, low nibble first."""
-        return self._constant(name, packed, "int4", (*packed.shape[:-1], packed.shape[-1] * 2))
+        return self._weights(name, packed, "int4", (*packed.shape[:-1], packed.shape[-1] * 2))
 
     def number(self, name: str, value: npt.ArrayLike, dtype: str) -> Tensor:
-        """A small constant written out in the network itself; a scalar has no dimension."""
-        return self.constant(name, RawTensor.from_numpy(np.asarray(value, dtype=dtype)))
+        """A constant of the architecture, held by the network itself; a scalar has no dimension."""
+        raw = RawTensor.from_numpy(np.asarray(value, dtype=dtype))
+        return self._held(name, raw, _TRT_TYPES[raw.dtype], raw.shape)
 
-    def _constant(self, name: str, raw: RawTensor, dtype: str, shape: Sequence[int]) -> Tensor:
-        count = int(np.prod(shape, dtype=np.int64))
-        weights = self.trt.Weights(self.type(dtype), raw.data.ctypes.data, count)
+    def _weights(self, name: str, constant: Constant, dtype: str, shape: Sequence[int]) -> Tensor:
+        if self.placeholders is None:
+            raw = constant.make() if isinstance(constant, Derived) else constant
+            return self._held(name, raw, dtype, shape)
+        layer = self.network.add_constant(tuple(shape), self.trt.Weights(self.type(dtype), 0, math.prod(shape)))
+        tensor = self._add(name, layer)
+        named = self.network.set_weights_name(layer.weights, tensor.name)
+        if not named or not self.network.mark_weights_refittable(tensor.name):
+            raise BuildError(f"TensorRT takes no weights for {tensor.name} later", hint="use weights: full")
+        self.placeholders.take(tensor.name, constant, dtype, tuple(shape))
+        return tensor
+
+    def _held(self, name: str, raw: RawTensor, dtype: str, shape: Sequence[int]) -> Tensor:
+        weights = self.trt.Weights(self.type(dtype), raw.data.ctypes.data, math.prod(shape))
         tensor = self._add(name, self.network.add_constant(tuple(shape), weights))
-        self.constants[tensor.name] = raw
+        # As the network sees it; of INT4, two values to the byte.
+        seen = tuple(shape) if dtype != "int4" else raw.shape
+        self.constants[tensor.name] = RawTensor(raw.dtype, seen, raw.data)
         return tensor
 
     # Arithmetic

@@ -10,15 +10,17 @@ Sizes: h heads, N and P the widths of a query without and with RoPE, R the compr
 
 from __future__ import annotations
 
+from collections.abc import Iterator
 from typing import TYPE_CHECKING
 
 import numpy as np
+import numpy.typing as npt
 
-from pipeline.checkpoint.tensors import RawTensor
 from pipeline.errors import CompatibilityError
 from pipeline.network import cache, inputs
 from pipeline.network.attention import rotate
 from pipeline.network.context import Context
+from pipeline.network.derived import Derived
 from pipeline.network.graph import Graph, Tensor
 from pipeline.network.linear import checkpoint_name, linear
 from pipeline.network.norm import rms_norm
@@ -95,10 +97,14 @@ def _split_kv_b(g: Graph, context: Context, latent: LatentAttention) -> tuple[Te
             f"{base} is quantized to INT4; absorbed attention splits it by head and needs 16 bits",
             hint="leave attention_latent out of stages.quantize.include",
         )
-    raw = context.weights.read(f"{base}.weight", (h * (n + v), r))
-    by_head = raw.data.reshape(h, n + v, -1)  # the last dimension counts bytes
-    halves = []
-    for name, size, rows in (("key", n, by_head[:, :n]), ("value", v, by_head[:, n:])):
-        half = RawTensor(raw.dtype, (h, size, r), np.ascontiguousarray(rows).reshape(-1))
-        halves.append(g.constant(f"kv_b_proj.{name}_weight", half))
-    return halves[0], halves[1]
+    whole = (h * (n + v), r)
+    dtype = context.weights.read(f"{base}.weight", whole).dtype
+
+    def half(name: str, start: int, size: int) -> Tensor:
+        def pieces() -> Iterator[npt.NDArray[np.uint8]]:
+            by_head = context.weights.read(f"{base}.weight", whole).data.reshape(h, n + v, -1)  # -1 counts bytes
+            yield np.ascontiguousarray(by_head[:, start : start + size]).reshape(-1)
+
+        return g.constant(f"kv_b_proj.{name}_weight", Derived(dtype, (h, size, r), pieces))
+
+    return half("key", 0, n), half("value", n, v)

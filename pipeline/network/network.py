@@ -2,31 +2,34 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any
 
 from pipeline.network.decoder import write_decoder
 from pipeline.network.graph import Graph
+from pipeline.network.placeholders import Placeholder, Placeholders
 from pipeline.network.spec import NetworkSpec
 from pipeline.network.weights import Weights
 
 if TYPE_CHECKING:
     from pipeline.checkpoint.architecture import Architecture
     from pipeline.checkpoint.tensors import RawTensor, TensorSource
+    from pipeline.network.placeholders import Visitor
 
-__all__ = ["Network", "NetworkSpec", "build_network"]
+__all__ = ["Network", "NetworkSpec", "build_network", "build_stripped_network"]
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Network:
     """A filled network definition. It owns the memory that TensorRT's constants point to: keep it until the build or
-    the last step is over."""
+    the last step is over. `placeholders` are the constants that it only names."""
 
     trt: Any
     network: Any
     spec: NetworkSpec
     architecture: Architecture
     constants: dict[str, RawTensor]
+    placeholders: dict[str, Placeholder] = field(default_factory=dict)
 
 
 def build_network(
@@ -40,3 +43,29 @@ def build_network(
     graph = Graph(trt=trt, network=network, dtype=spec.dtype)
     write_decoder(graph, architecture, spec, Weights(source=source, dtype=spec.dtype))
     return Network(trt=trt, network=network, spec=spec, architecture=architecture, constants=graph.constants)
+
+
+def build_stripped_network(
+    trt: Any,
+    network: Any,
+    spec: NetworkSpec,
+    architecture: Architecture,
+    source: TensorSource,
+    visit: Visitor | None = None,
+) -> Network:
+    """As `build_network`, with the checkpoint's constants as named placeholders, whose weights a refit brings.
+
+    Reads every weight once, in the network's order, and holds one constant at a time, or one expert of a stack. `visit`
+    is shown each, whole.
+    """
+    taken = Placeholders(source, visit)
+    graph = Graph(trt=trt, network=network, dtype=spec.dtype, placeholders=taken)
+    write_decoder(graph, architecture, spec, Weights(source=taken.source, dtype=spec.dtype))
+    return Network(
+        trt=trt,
+        network=network,
+        spec=spec,
+        architecture=architecture,
+        constants=graph.constants,
+        placeholders=taken.found,
+    )

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Any
 
 from pipeline.checkpoint.tensors import RawTensor
@@ -51,7 +51,8 @@ class Program:
 
     Constants are not nodes: `constants` holds their bytes and `constant_specs` their type and shape. An INT4 constant's
     bytes are a RawTensor of type I8 whose last dimension is halved: row-major, two values per byte, the low nibble
-    first, two's complement.
+    first, two's complement. `absent` has the digest of each constant whose bytes the network does not hold: with any,
+    the program can be shown, compared and digested, but not executed.
     """
 
     inputs: tuple[TensorSpec, ...]
@@ -59,6 +60,7 @@ class Program:
     nodes: tuple[Node, ...]
     constants: Mapping[str, RawTensor]
     constant_specs: Mapping[str, TensorSpec]
+    absent: Mapping[str, str] = field(default_factory=dict)
 
     @property
     def tensors(self) -> dict[str, TensorSpec]:
@@ -79,8 +81,8 @@ class Program:
             "outputs": [spec.to_json() for spec in self.outputs],
             "nodes": [node.to_json() for node in self.nodes],
             "constants": [
-                [*self.constant_specs[name].to_json(), digest_bytes(self.constants[name].data)]
-                for name in sorted(self.constants)
+                [*spec.to_json(), self.absent.get(name) or digest_bytes(self.constants[name].data)]
+                for name, spec in sorted(self.constant_specs.items())
             ],
         }
 

@@ -33,7 +33,7 @@ def read_network(network: Network) -> Program:
             constant_specs[spec.name] = spec
         elif kind != "ATTENTION_OUTPUT":
             nodes.append(_read_node(trt, layer, kind, halves))
-    unpaired = sorted(constant_specs.keys() ^ network.constants.keys())
+    unpaired = sorted(constant_specs.keys() ^ (network.constants.keys() | network.placeholders.keys()))
     if unpaired:
         raise CompatibilityError(
             f"constants {', '.join(unpaired[:3])} are in the network or among its references, not both",
@@ -44,6 +44,7 @@ def read_network(network: Network) -> Program:
         outputs=outputs,
         nodes=tuple(_in_order(nodes, {spec.name for spec in inputs} | constant_specs.keys())),
         constants=dict(network.constants),
+        absent={name: placeholder.digest for name, placeholder in network.placeholders.items()},
         constant_specs=constant_specs,
     )
 

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 
 import numpy as np
@@ -10,6 +10,7 @@ import numpy.typing as npt
 
 from pipeline.checkpoint.tensors import RawTensor, TensorSource
 from pipeline.errors import CheckpointError, CompatibilityError
+from pipeline.network.derived import Constant, Derived
 
 SAFETENSORS_TYPES = {"float32": "F32", "float16": "F16", "bfloat16": "BF16"}
 _TILE = 16  # rows transposed at a time: the columns written stay in the cache until their lines are full
@@ -23,9 +24,9 @@ class Int4Weight:
     prescale: [in] in the model's type, what the input is multiplied by, or None.
     """
 
-    packed: RawTensor
-    scales: RawTensor
-    prescale: RawTensor | None
+    packed: Derived
+    scales: Derived
+    prescale: Constant | None
     group: int
 
 
@@ -72,22 +73,18 @@ class Weights:
     def read_int4(self, base: str, out_features: int, in_features: int) -> Int4Weight:
         """One INT4 linear, its bytes transposed."""
         group = self._group(base, out_features, in_features)
-        packed = np.empty((in_features, out_features // 2), np.uint8)
-        _transpose(self._packed_rows(base, out_features, in_features), packed)
-        return Int4Weight(
-            packed=_int8(packed),
-            scales=self._store(self._scales(base, out_features, in_features, group), base),
-            prescale=self._prescale(base, in_features),
-            group=group,
-        )
+        return self._int4([base], (), out_features, in_features, group, self._prescale(base, in_features))
 
-    def read_stack(self, bases: Sequence[str], out_features: int, in_features: int) -> RawTensor:
-        """The 16-bit weights of several linears as one [E, out, in]: one copy, since a file holds them apart."""
-        first = self.read(f"{bases[0]}.weight", (out_features, in_features))
-        stack = np.empty((len(bases), first.data.size), np.uint8)
-        for row, base in zip(stack, bases, strict=True):
-            row[:] = self.read(f"{base}.weight", (out_features, in_features)).data
-        return RawTensor(first.dtype, (len(bases), out_features, in_features), stack.reshape(-1))
+    def read_stack(self, bases: Sequence[str], out_features: int, in_features: int) -> Derived:
+        """The 16-bit weights of several linears as one [E, out, in], which a file holds apart."""
+        shape = (out_features, in_features)
+        first = self.read(f"{bases[0]}.weight", shape)
+
+        def pieces() -> Iterator[npt.NDArray[np.uint8]]:
+            for base in bases:
+                yield self.read(f"{base}.weight", shape).data
+
+        return Derived(first.dtype, (len(bases), *shape), pieces)
 
     def read_int4_stack(self, bases: Sequence[str], out_features: int, in_features: int) -> Int4Weight:
         """Several INT4 linears as one [E, in, out]. Raises CompatibilityError where their groups differ, or where only
@@ -104,16 +101,36 @@ class Weights:
                 f"experts of {bases[0].rsplit('.', 2)[0]} have the group sizes {sorted(groups)}",
                 hint="quantize the experts of one layer with one group_size",
             )
-        group = groups.pop()
-        packed = np.empty((len(bases), in_features, out_features // 2), np.uint8)
-        scales = np.empty((len(bases), in_features // group, out_features), np.float32)
-        for index, base in enumerate(bases):
-            _transpose(self._packed_rows(base, out_features, in_features), packed[index])
-            scales[index] = self._scales(base, out_features, in_features, group)
+        prescale = self._prescale_stack(bases, in_features)
+        return self._int4(bases, (len(bases),), out_features, in_features, groups.pop(), prescale)
+
+    def _int4(
+        self,
+        bases: Sequence[str],
+        stack: tuple[int, ...],
+        out_features: int,
+        in_features: int,
+        group: int,
+        prescale: Constant | None,
+    ) -> Int4Weight:
+        for base in bases:  # refused now, not when the bytes are made
+            self._packed_rows(base, out_features, in_features)
+            self._raw_scales(base, out_features, in_features, group)
+
+        def packed() -> Iterator[npt.NDArray[np.uint8]]:
+            for base in bases:
+                transposed = np.empty((in_features, out_features // 2), np.uint8)
+                _transpose(self._packed_rows(base, out_features, in_features), transposed)
+                yield transposed.reshape(-1)
+
+        def scales() -> Iterator[npt.NDArray[np.uint8]]:
+            for base in bases:
+                yield self._store(self._raw_scales(base, out_features, in_features, group).T, base)
+
         return Int4Weight(
-            packed=_int8(packed),
-            scales=self._store(scales, bases[0]),
-            prescale=self._prescale_stack(bases, in_features),
+            packed=Derived("I8", (*stack, in_features, out_features // 2), packed),
+            scales=Derived(SAFETENSORS_TYPES[self.dtype], (*stack, in_features // group, out_features), scales),
+            prescale=prescale,
             group=group,
         )
 
@@ -131,38 +148,38 @@ class Weights:
         raw = self.read(f"{base}.weight", (out_features // 2, in_features), dtypes=("I8",))
         return raw.data.reshape(out_features // 2, in_features)
 
-    def _scales(self, base: str, out_features: int, in_features: int, group: int) -> npt.NDArray[np.float32]:
+    def _raw_scales(self, base: str, out_features: int, in_features: int, group: int) -> npt.NDArray[np.float32]:
         name = f"{base}.weights_scaling_factor"
         raw = self.read(name, (out_features, in_features // group), dtypes=("F32",))
-        scales: npt.NDArray[np.float32] = raw.data.view(np.float32).reshape(raw.shape).T
+        scales: npt.NDArray[np.float32] = raw.data.view(np.float32).reshape(raw.shape)
         return scales
 
-    def _store(self, scales: npt.NDArray[np.float32], base: str) -> RawTensor:
-        """Scales in the model's type. Raises CheckpointError where that would change a value."""
+    def _store(self, scales: npt.NDArray[np.float32], base: str) -> npt.NDArray[np.uint8]:
+        """Scales as bytes of the model's type. Raises CheckpointError where that would change a value."""
         scales = np.ascontiguousarray(scales)
+        stored: npt.NDArray[np.generic]
         if self.dtype == "float32":
-            return RawTensor.from_numpy(scales)
-        if self.dtype == "float16":
+            stored, back = scales, scales
+        elif self.dtype == "float16":
             # The comparison below catches an overflow.
             with np.errstate(over="ignore"):
                 half = scales.astype(np.float16)
-            raw, back = RawTensor.from_numpy(half), half.astype(np.float32)
+            stored, back = half, half.astype(np.float32)
         else:  # bfloat16 is the upper half of a float32
             upper = (scales.view(np.uint32) >> 16).astype(np.uint16)
-            raw = RawTensor("BF16", scales.shape, upper.reshape(-1).view(np.uint8))
-            back = (upper.astype(np.uint32) << 16).view(np.float32)
+            stored, back = upper, (upper.astype(np.uint32) << 16).view(np.float32)
         if not np.array_equal(back, scales):
             raise CheckpointError(
                 f"tensor {base}.weights_scaling_factor holds scales that {self.dtype} cannot represent",
                 hint="the checkpoint was quantized for another type: quantize it again",
             )
-        return raw
+        return stored.reshape(-1).view(np.uint8)
 
     def _prescale(self, base: str, in_features: int) -> RawTensor | None:
         name = f"{base}.prequant_scaling_factor"
         return self.read(name, (in_features,)) if self.has(name) else None
 
-    def _prescale_stack(self, bases: Sequence[str], in_features: int) -> RawTensor | None:
+    def _prescale_stack(self, bases: Sequence[str], in_features: int) -> Constant | None:
         """[E, in], or [1, in] where every expert has the same, or None where none has any."""
         scales = [self._prescale(base, in_features) for base in bases]
         kept = [scale for scale in scales if scale is not None]
@@ -175,11 +192,12 @@ class Weights:
                 f"some experts of {bases[0].rsplit('.', 2)[0]} have a prequant_scaling_factor and some have not",
                 hint="quantize all experts of a layer by one method",
             )
-        return RawTensor(kept[0].dtype, (len(bases), in_features), np.concatenate([scale.data for scale in kept]))
 
+        def pieces() -> Iterator[npt.NDArray[np.uint8]]:
+            for base in bases:
+                yield self.read(f"{base}.prequant_scaling_factor", (in_features,)).data
 
-def _int8(packed: npt.NDArray[np.uint8]) -> RawTensor:
-    return RawTensor("I8", packed.shape, packed.reshape(-1))
+        return Derived(kept[0].dtype, (len(bases), in_features), pieces)
 
 
 def _transpose(rows: npt.NDArray[np.uint8], into: npt.NDArray[np.uint8]) -> None:

@@ -37,7 +37,9 @@ class Bench:
         return tensor
 
     def read(self) -> Program:
-        return read_network(SimpleNamespace(trt=self.trt, network=self.network, constants=self.constants))  # type: ignore[arg-type]
+        return read_network(
+            SimpleNamespace(trt=self.trt, network=self.network, constants=self.constants, placeholders={})
+        )  # type: ignore[arg-type]
 
     def only(self, layer: Any) -> Node:
         layer.name = "it"
