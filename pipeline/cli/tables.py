@@ -19,7 +19,6 @@ COLOURS = {
     "unused": "yellow",
     "warning": "yellow",
     "ok": "green",
-    "missing": "red",
     "failed": "red",
     "damaged": "red",
 }

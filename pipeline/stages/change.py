@@ -45,8 +45,11 @@ def _explain_values(old: Any, new: Any, path: str) -> list[str]:
 
 
 def _explain_files(source: str, old: list[list[str]], new: list[list[str]]) -> list[str]:
-    before: dict[str, str] = {entry[0]: entry[1] for entry in old}
-    after: dict[str, str] = {entry[0]: entry[1] for entry in new}
+    before = {entry[0]: entry[1] for entry in old}
+    after = {entry[0]: entry[1] for entry in new}
+    if None in (*before.values(), *after.values()):  # never read: by their names alone
+        before, after = dict.fromkeys(before, ""), dict.fromkeys(after, "")
+        old = new = []
     lines = [f"{source}: {name} is new" for name in after if name not in before]
     lines += [f"{source}: {name} is gone" for name in before if name not in after]
     lines += [f"{source}: {name} changed" for name in after if before.get(name, after[name]) != after[name]]

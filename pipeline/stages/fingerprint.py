@@ -15,7 +15,7 @@ from pipeline.progress import SILENT
 from pipeline.stages.versions import find_version
 
 if TYPE_CHECKING:
-    from collections.abc import Sequence
+    from collections.abc import Callable, Sequence
     from pathlib import Path
 
     from pipeline.config.schema import Config
@@ -46,17 +46,24 @@ class Fingerprinter:
 
     def fingerprint(self, stage: Stage) -> Fingerprint:
         """The stages it reads that apply to the config must have been asked for before."""
-        record = {
+        record = self._record(stage, self._digest)
+        found = self._prints[stage.name] = Fingerprint(digest=digest_json(record), record=record)
+        return found
+
+    def outline(self, stage: Stage) -> Record:
+        """The record as far as it is known without reading a source: None for other files' digests, inputs left out."""
+        return self._record(stage, lambda _, files: [[known_as, cached_digest(path)] for known_as, path in files])
+
+    def _record(self, stage: Stage, digest: Callable[[str, list[tuple[str, Path]]], Any]) -> Record:
+        return {
             "stage": stage.name,
             "version": stage.version,
             "parameters": dict(stage.parameters(self.config)),
             "inputs": {name: self._prints[name].digest for name in stage.inputs if name in self._prints},
-            "sources": {name: self._digest(name, files) for name, files in self.list_sources(stage).items()},
+            "sources": {name: digest(name, files) for name, files in self.list_sources(stage).items()},
             "libraries": {name: find_version(name) for name in stage.libraries},
             "target": stage.target(self.config) if stage.target else None,
         }
-        found = self._prints[stage.name] = Fingerprint(digest=digest_json(record), record=record)
-        return found
 
     def unread_bytes(self, stage: Stage) -> int:
         """How much of the stage's sources would have to be read to know its fingerprint; 0 where that is quick."""
