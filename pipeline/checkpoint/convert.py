@@ -22,6 +22,7 @@ from pipeline.checkpoint.folder import CONFIG, GENERATION_CONFIG, CheckpointFold
 from pipeline.checkpoint.json_text import remove_key, set_keys
 from pipeline.checkpoint.layouts import Mapping, layout_for
 from pipeline.checkpoint.layouts.scales import BLOCK, FP8, source_scale
+from pipeline.checkpoint.layouts.scales import CONFIG_KEY as FP8_KEY
 from pipeline.checkpoint.layouts.scales import ROLE as SCALES
 from pipeline.checkpoint.safetensors_file import SafetensorsWriter
 from pipeline.checkpoint.shards import MAX_SHARD, METADATA, Shard, plan_shards, write_index
@@ -251,7 +252,7 @@ def _write_config(source: CheckpointFolder, folder: Path, dtype: str, *, fp8: bo
     present = [key for key in ("torch_dtype", "dtype") if key in source.config] or ["torch_dtype"]
     own: dict[str, Any] = {"format": FORMAT, "dtype": dtype, "quantization": None}
     if keeps_fp8:
-        own["fp8_blocks"] = [BLOCK, BLOCK]
+        own[FP8_KEY] = [BLOCK, BLOCK]
     changes: dict[str, Any] = dict.fromkeys(present, dtype) | {"trtseek": own}
     text = (source.path / CONFIG).read_text(encoding="utf-8")
     if fp8 and not keeps_fp8 and "quantization_config" in source.config:

@@ -10,6 +10,7 @@ from typing import TYPE_CHECKING
 
 import torch
 
+from pipeline.checkpoint.block_scales import read_weight
 from pipeline.checkpoint.tensors import RawTensor, TensorInfo
 from pipeline.errors import QuantizationError
 
@@ -70,12 +71,17 @@ class Adjustments:
 
     def apply_16bit(self, tensor: str, raw: RawTensor) -> RawTensor:
         """A tensor that stays in the model's type, with its scales. Raises QuantizationError where it overflows."""
-        if not self.touches(tensor):
-            return raw
-        result = self.apply(tensor, raw.to_torch()).to(self.dtype)
+        return self.round(tensor, raw.to_torch()) if self.touches(tensor) else raw
+
+    def round(self, tensor: str, values: Tensor) -> RawTensor:
+        """Values, with the tensor's scales, in the model's type. Raises QuantizationError where they overflow."""
+        result = self.apply(tensor, values).to(self.dtype)
         if not torch.isfinite(result).all():
+            when = (
+                "once the scale of the linear behind it is folded in" if self.touches(tensor) else "out of its blocks"
+            )
             raise QuantizationError(
-                f"{tensor} overflows {self.dtype} once the scale of the linear behind it is folded in",
+                f"{tensor} overflows {self.dtype} {when}",
                 hint="convert to bfloat16 (stages.convert.dtype), or exclude that linear",
             )
         return RawTensor.from_torch(result)
@@ -94,7 +100,7 @@ def realise(scale: Tensor, fold: ResolvedFold | None, source: TensorSource, dtyp
     """
     if fold is None:
         return _finite(1 / (1 / scale).to(dtype).float())
-    weight = source.read(f"{fold.producer}.weight").to_torch()[fold.rows].float()
+    weight = read_weight(source, f"{fold.producer}.weight")[fold.rows].float()
     if weight.ndim == 1:
         folded = (weight / scale).to(dtype).float()
         if not torch.isfinite(folded).all():

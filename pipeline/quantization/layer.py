@@ -8,6 +8,7 @@ from typing import TYPE_CHECKING, Any
 
 import torch
 
+from pipeline.checkpoint.block_scales import read_weight
 from pipeline.errors import QuantizationError
 from pipeline.quantization.capture import EXPERTS, Captured, Inputs
 from pipeline.quantization.folding import Adjustments, realise
@@ -163,4 +164,4 @@ def _mean_abs(group: ScaleGroup, captured: Captured | None, inputs: Mapping[str,
 
 
 def _read_weight(source: TensorSource, name: str) -> Tensor:
-    return source.read(f"{name}.weight").to_torch().float()
+    return read_weight(source, f"{name}.weight").float()

@@ -11,6 +11,7 @@ import json
 import os
 import shutil
 from contextlib import contextmanager
+from functools import cached_property
 from typing import TYPE_CHECKING, Any
 
 import torch
@@ -18,6 +19,9 @@ import torch
 from pipeline.checkpoint.folder import CONFIG, GENERATION_CONFIG
 from pipeline.checkpoint.json_text import set_keys
 from pipeline.checkpoint.layouts import layout_for
+from pipeline.checkpoint.layouts.rows import MTP_PREFIX
+from pipeline.checkpoint.layouts.scales import CONFIG_KEY as FP8_KEY
+from pipeline.checkpoint.layouts.scales import FP8
 from pipeline.checkpoint.shards import Shard, write_index
 from pipeline.checkpoint.tensors import TensorInfo
 from pipeline.errors import CheckpointError, CompatibilityError
@@ -34,7 +38,7 @@ from pipeline.quantization.shard import model_dtype, write_shard
 from pipeline.quantization.text import sample_tokens
 
 if TYPE_CHECKING:
-    from collections.abc import Iterator
+    from collections.abc import Iterator, Sequence
     from pathlib import Path
 
     from torch import Tensor
@@ -63,8 +67,9 @@ def quantize_checkpoint(
             for layer in range(source.architecture.num_layers):
                 if not workspace.is_done(f"layer-{layer}"):
                     run.quantize_layer(layer)
-            if not workspace.is_done("outer"):
-                run.copy_outer()
+            for step in run.copied:
+                if not workspace.is_done(step):
+                    run.copy(step)
             run.finish()
     for folder in (PARTS, calibration.FOLDER):
         shutil.rmtree(workspace.path / folder, ignore_errors=True)
@@ -142,14 +147,26 @@ class _Run:
         if captured is not None:
             self.calibration.forget(layer)
 
-    def copy_outer(self) -> None:
-        """Writes what belongs to no layer, as it is."""
-        names = [name for name in self.source.tensors if not name.startswith("transformer.layers.")]
-        self._write("outer", self.source.architecture.num_layers, names, LayerPlan(Adjustments(self.dtype)))
+    @cached_property
+    def copied(self) -> dict[str, list[str]]:
+        """Steps that quantize nothing, with their tensors: what belongs to no layer, and each layer for multi-token
+        prediction."""
+        steps: dict[str, list[str]] = {"outer": []}
+        for name in self.source.tensors:
+            if name.startswith(MTP_PREFIX):
+                steps.setdefault(f"mtp-{name.removeprefix(MTP_PREFIX).partition('.')[0]}", []).append(name)
+            elif not name.startswith("transformer.layers."):
+                steps["outer"].append(name)
+        return steps
+
+    def copy(self, step: str) -> None:
+        """Writes the tensors of one such step as they are."""
+        index = self.source.architecture.num_layers + list(self.copied).index(step)
+        self._write(step, index, self.copied[step], LayerPlan(Adjustments(self.dtype)))
 
     def finish(self) -> None:
         """Writes index, config, report and copies of the tokenizer; afterwards nothing is left to do."""
-        steps = [f"layer-{layer}" for layer in range(self.source.architecture.num_layers)] + ["outer"]
+        steps = [*(f"layer-{layer}" for layer in range(self.source.architecture.num_layers)), *self.copied]
         parts = [json.loads(self._part(step).read_text()) for step in steps]
         shards = [
             Shard(name=p["file"], infos=tuple(TensorInfo(n, d, tuple(s)) for n, d, s in p["infos"])) for p in parts
@@ -168,7 +185,7 @@ class _Run:
             bytes_after=sum(shard.nbytes for shard in shards),
         )
         written = [
-            self._write_config(any(info.name.endswith(PREQUANT) for shard in shards for info in shard.infos)),
+            self._write_config([info for shard in shards for info in shard.infos]),
             write_index(self.workspace.path, shards),
             _write_json(self.workspace.path / REPORT, report.to_json()),
         ]
@@ -179,7 +196,7 @@ class _Run:
         self.workspace.finish("report", written)
 
     def _write(self, step: str, index: int, names: list[str], plan: LayerPlan) -> None:
-        count = self.source.architecture.num_layers + 1
+        count = self.source.architecture.num_layers + len(self.copied)
         path = self.workspace.path / f"model-{index + 1:05}-of-{count:05}.safetensors"
         self.progress.start(f"packing {step}", sum(self.source.tensors[name].nbytes for name in names), "B")
         form = self.method.format
@@ -215,19 +232,20 @@ class _Run:
         c = self.settings.calibration
         return {"files": [f.name for f in c.files], "samples": c.samples, "length": c.length, "seed": c.seed}
 
-    def _write_config(self, prescaled: bool) -> Path:
+    def _write_config(self, infos: Sequence[TensorInfo]) -> Path:
         """The source's config.json with our key filled in, and not a character more."""
+        own = {key: value for key, value in self.own.items() if key != FP8_KEY or any(i.dtype == FP8 for i in infos)}
         quantization = {
             "quant_algo": self.method.format.quant_algo,
             "method": self.settings.method,
             "group_size": self.settings.group_size,
             "has_zero_point": False,
-            "pre_quant_scale": prescaled,
+            "pre_quant_scale": any(info.name.endswith(PREQUANT) for info in infos),
             "quantized": {name: linear.group for name, linear in self.selection.linears.items()},
         }
         text = (self.source.path / CONFIG).read_text(encoding="utf-8")
         path = self.workspace.path / CONFIG
-        path.write_text(set_keys(text, {"trtseek": {**self.own, "quantization": quantization}}), encoding="utf-8")
+        path.write_text(set_keys(text, {"trtseek": {**own, "quantization": quantization}}), encoding="utf-8")
         return path
 
 

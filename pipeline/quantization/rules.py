@@ -16,8 +16,8 @@ if TYPE_CHECKING:
     from pipeline.checkpoint.tensors import TensorInfo
 
 QUANTIZABLE = ("experts", "shared_experts", "mlp", "attention_output", "attention_input")
-# Few bytes, or much harm: an error in the router sends tokens elsewhere, one in the latent is seen by every head. Layers
-# for multi-token prediction ("mtp") are no part of the network.
+# Few bytes, or much harm: an error in the router sends tokens elsewhere, one in the latent is seen by every head.
+# Layers for multi-token prediction ("mtp") are no part of the network.
 NEVER = ("router", "norm", "embedding", "head", "attention_latent", "mtp")
 
 

@@ -1,4 +1,8 @@
-"""One shard of a quantized checkpoint: declared whole, then streamed tensor by tensor."""
+"""One shard of a quantized checkpoint: declared whole, then streamed tensor by tensor.
+
+What is stored in FP8 blocks is packed straight from them; a decoder's weight that is not quantized becomes one of the
+model's type, so that the engine needs no FP8. Layers that are no part of the network stay as they are.
+"""
 
 from __future__ import annotations
 
@@ -6,6 +10,9 @@ from typing import TYPE_CHECKING
 
 import torch
 
+from pipeline.checkpoint.block_scales import read_weight
+from pipeline.checkpoint.layouts.rows import MTP_PREFIX
+from pipeline.checkpoint.layouts.scales import FP8, TARGET_SUFFIX
 from pipeline.checkpoint.safetensors_file import write_safetensors
 from pipeline.checkpoint.shards import METADATA
 from pipeline.checkpoint.tensors import SAFETENSORS_DTYPE, RawTensor, TensorInfo
@@ -32,18 +39,19 @@ def write_shard(
     progress: Progress,
 ) -> list[TensorInfo]:
     """Writes the source tensors `names`, those of `linears` quantized, and returns what the shard holds."""
-    infos = [info for name in names for info in _describe(source.tensors[name], linears, plan, form)]
-    write_safetensors(path, infos, _make(names, source, linears, plan, form, progress), metadata=METADATA)
+    kept = [name for name in names if not _is_scale_of_widened(name)]
+    infos = [info for name in kept for info in _describe(source.tensors[name], linears, plan, form)]
+    write_safetensors(path, infos, _make(kept, source, linears, plan, form, progress), metadata=METADATA)
     return infos
 
 
 def _describe(info: TensorInfo, linears: Mapping[str, Linear], plan: LayerPlan, form: Format) -> list[TensorInfo]:
     linear = _linear_of(info.name, linears)
+    dtype = SAFETENSORS_DTYPE[str(plan.adjustments.dtype).removeprefix("torch.")]
     if linear is None:
-        return [info]
+        return [TensorInfo(info.name, dtype, info.shape) if _is_widened(info) else info]
     infos = form.describe(linear)
     if linear.name in plan.adjustments.vectors:
-        dtype = SAFETENSORS_DTYPE[str(plan.adjustments.dtype).removeprefix("torch.")]
         infos.append(describe_vector(linear.name, linear.shape[1], dtype))
     return infos
 
@@ -59,16 +67,26 @@ def _make(
     adjustments = plan.adjustments
     for name in names:
         linear = _linear_of(name, linears)
-        if linear is None:
+        if linear is None and _is_widened(source.tensors[name]):
+            yield adjustments.round(name, read_weight(source, name))
+        elif linear is None:
             yield adjustments.apply_16bit(name, source.read(name))
         else:
-            weight = adjustments.apply(name, source.read(name).to_torch())
+            weight = adjustments.apply(name, read_weight(source, name))
             limits = adjustments.apply_limits(linear.name, plan.limits.get(linear.name))
             yield from form.pack(linear, weight, limits, adjustments.dtype)
             if linear.name in adjustments.vectors:
                 yield RawTensor.from_torch(adjustments.vectors[linear.name])
         source.release(name)
         progress.advance(source.tensors[name].nbytes)
+
+
+def _is_widened(info: TensorInfo) -> bool:
+    return info.dtype == FP8 and not info.name.startswith(MTP_PREFIX)
+
+
+def _is_scale_of_widened(name: str) -> bool:
+    return name.endswith(TARGET_SUFFIX) and not name.startswith(MTP_PREFIX)
 
 
 def _linear_of(tensor: str, linears: Mapping[str, Linear]) -> Linear | None:

@@ -15,11 +15,11 @@ from dataclasses import replace
 from pipeline.checkpoint.layouts import deepseek_v2, llama
 from pipeline.checkpoint.layouts.deepseek_v2 import UNUSED, list_dimensions
 from pipeline.checkpoint.layouts.llama import LAYERS, SOURCE_LAYERS
-from pipeline.checkpoint.layouts.rows import DENSE, LAYER, ROUTED, Row, linear, vector
+from pipeline.checkpoint.layouts.rows import DENSE, LAYER, MTP_PREFIX, ROUTED, Row, linear, vector
 
 __all__ = ["ROWS", "UNUSED", "list_dimensions"]
 
-MTP_LAYERS = "transformer.mtp_layers.{m}."
+MTP_LAYERS = MTP_PREFIX + "{m}."
 CORRECTION_BIAS: list[Row] = vector(
     # model.layers.3.mlp.gate.e_score_correction_bias [256], float32, and so it stays: sums of it and a sigmoid are
     # ranked, and half of 16 bits' steps would exchange experts

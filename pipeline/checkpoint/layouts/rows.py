@@ -18,6 +18,8 @@ if TYPE_CHECKING:
 
 # Where a row applies: once, or in every (dense, routed) decoder layer, or for every routed expert of one.
 MODEL, LAYER, DENSE, ROUTED, EXPERT = "model", "layer", "dense", "routed", "expert"
+# Of the targets of layers beyond the decoder's, for multi-token prediction.
+MTP_PREFIX = "transformer.mtp_layers."
 
 
 @dataclass(frozen=True, slots=True)

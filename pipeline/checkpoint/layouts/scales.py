@@ -15,6 +15,7 @@ BLOCK = 128
 FP8 = "F8_E4M3"
 SOURCE_SUFFIX = "_scale_inv"  # after "X.weight"
 TARGET_SUFFIX = ".weights_block_scaling_factor"  # after "X"
+CONFIG_KEY = "fp8_blocks"  # of an engine checkpoint's own part of config.json: the size of its blocks
 ROLE = "block_scale"  # of the mappings that `scale_mapping` makes
 
 
