@@ -31,7 +31,7 @@ by almost nothing, so it shows whether a layout is right, not how good a quantiz
 |---|---|
 | text | {documents} pages of Debian's `{package}` {version}: {corpus_tokens:,} tokens |
 | tokenizer | byte-level BPE of {vocab} tokens, trained on the same pages |
-| training | {minutes:.1f} min, {threads} CPU threads: {steps:,} steps of {batch} x {window}, {tokens:.1f} M tokens |
+| training | {minutes:.1f} min, CPU threads {threads}: {steps:,} steps of {batch} x {window}, {tokens:.1f} M tokens |
 | held-out perplexity | **{perplexity:.1f}** per token, {bits:.2f} bits per byte, over {heldout:,} tokens |
 | a unigram model, for comparison | {unigram:.1f} per token, {unigram_bits:.2f} bits per byte |
 
