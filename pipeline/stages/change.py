@@ -13,8 +13,8 @@ def explain_change(old: Mapping[str, Any], new: Mapping[str, Any]) -> list[str]:
     lines = []
     if old.get("version") != new.get("version"):
         lines.append(f"this version of trtseek makes it differently ({old.get('version')} → {new.get('version')})")
-    lines += _explain_values(old.get("parameters"), new.get("parameters"), "")
-    lines += _explain_values(old.get("target"), new.get("target"), "target")
+    lines += explain_values(old.get("parameters"), new.get("parameters"), "")
+    lines += explain_values(old.get("target"), new.get("target"), "target")
     for source in _keys(old.get("sources"), new.get("sources")):
         lines += _explain_files(source, old.get("sources", {}).get(source, []), new.get("sources", {}).get(source, []))
     for library in _keys(old.get("libraries"), new.get("libraries")):
@@ -34,12 +34,13 @@ def _keys(*mappings: Mapping[str, Any] | None) -> list[str]:
     return sorted({key for mapping in mappings for key in mapping or {}})
 
 
-def _explain_values(old: Any, new: Any, path: str) -> list[str]:
+def explain_values(old: Any, new: Any, path: str = "") -> list[str]:
+    """What differs between two nested values: "group.size: 128 → 64"."""
     if isinstance(old, dict) and isinstance(new, dict):
         return [
             line
             for key in _keys(old, new)
-            for line in _explain_values(old.get(key), new.get(key), f"{path}.{key}" if path else key)
+            for line in explain_values(old.get(key), new.get(key), f"{path}.{key}" if path else key)
         ]
     return [] if old == new else [f"{path}: {_spell(old)} → {_spell(new)}"]
 

@@ -29,7 +29,7 @@ class Explanation:
 
 
 def explain_stages(config: Config, stages: Sequence[Stage], last: str) -> dict[str, Explanation]:
-    """The stages of a config up to `last`, those it has no use for left out. Reads no large source that was not read."""
+    """The stages of a config up to `last`, without those it has no use for. Reads no large source that is not known."""
     fingerprinter = Fingerprinter(config)
     found: dict[str, Explanation] = {}
     for stage in stages:
