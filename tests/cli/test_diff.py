@@ -1,9 +1,9 @@
 import json
 import shutil
 
-import click
 import pytest
 
+from pipeline.cli import main
 from pipeline.cli.comparison import ComparisonError
 from pipeline.errors import StoreError
 from pipeline.stages import convert
@@ -62,13 +62,10 @@ def test_stage_outputs_and_plain_checkpoints(runs, invoke, llama_path, tmp_path)
     assert set(crossed) == {"checkpoint and convert"}
 
 
-def test_exit_code_is_asked_for(runs, invoke):
-    assert invoke("diff", *map(str, runs)).exit_code == 0
-    with pytest.raises(click.exceptions.Exit) as left:
-        from pipeline.cli.main import cli
-
-        cli.main(["diff", *map(str, runs), "--exit-code"], standalone_mode=False)
-    assert left.value.exit_code == 1
+def test_exit_code_is_asked_for(runs):
+    assert main._run(["diff", *map(str, runs)]) == 0
+    assert main._run(["diff", *map(str, runs), "--exit-code"]) == 1
+    assert main._run(["diff", str(runs[0]), str(runs[0]), "--exit-code"]) == 0
 
 
 def test_verifications_and_engines(tmp_path, invoke, monkeypatch):

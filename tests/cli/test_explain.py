@@ -2,6 +2,7 @@ import json
 
 import pytest
 
+from pipeline.digest import set_digest_cache
 from pipeline.errors import CompatibilityError, ConfigError
 
 
@@ -57,6 +58,7 @@ def test_what_was_never_read_is_not_called_changed(workplace, toy_stages, invoke
     invoke("engine", "small")
     monkeypatch.setattr("pipeline.stages.fingerprint.READ_AT_ONCE", 1000)
     (workplace / "out" / "store" / "digests.jsonl").unlink(missing_ok=True)
+    set_digest_cache(None)
     assert read(invoke, "small", "package")["changes"] == []
     changed = read(invoke, "small", "package", "--set", "stages.convert.dtype=float16")
     assert changed["fingerprint"] is None
