@@ -141,6 +141,13 @@ class Graph:
         refuses INT4 where it is set ("Blockwise dequantization requires input type to be int8 …")."""
         return self._add(name, self.network.add_dequantize(x, scale, scale.dtype))
 
+    def dequantize_fp8(self, name: str, x: Tensor, scale: Tensor, block: Sequence[int] | None) -> Tensor:
+        """FP8 to the model's type: one float32 scale per block of that many elements of each dimension, or for all."""
+        layer = self.network.add_dequantize(x, scale, self.type(self.dtype))
+        if block is not None:
+            layer.block_shape = tuple(block)
+        return self._add(name, layer)
+
     # Shapes and indices
 
     def reshape(

@@ -22,7 +22,7 @@ from pipeline.network.attention import rotate
 from pipeline.network.context import Context
 from pipeline.network.derived import Derived
 from pipeline.network.graph import Graph, Tensor
-from pipeline.network.linear import checkpoint_name, linear
+from pipeline.network.linear import checkpoint_name, dequantized, linear
 from pipeline.network.norm import rms_norm
 from pipeline.network.rope import softmax_scale
 
@@ -89,7 +89,8 @@ def _queries(g: Graph, context: Context, latent: LatentAttention, x: Tensor, key
 
 
 def _split_kv_b(g: Graph, context: Context, latent: LatentAttention) -> tuple[Tensor, Tensor]:
-    """kv_b_proj [h*(N+V), R] as its key half [h, N, R] and its value half [h, V, R]: a copy, small beside the layer."""
+    """kv_b_proj [h*(N+V), R] as its key half [h, N, R] and its value half [h, V, R]: a copy, small beside the layer, or
+    slices of what FP8 blocks give."""
     h, n, v, r = context.architecture.num_heads, latent.qk_nope_head_dim, latent.v_head_dim, latent.kv_lora_rank
     base = checkpoint_name(g, "kv_b_proj")
     if context.weights.is_int4(base):
@@ -98,6 +99,10 @@ def _split_kv_b(g: Graph, context: Context, latent: LatentAttention) -> tuple[Te
             hint="leave attention_latent out of stages.quantize.include",
         )
     whole = (h * (n + v), r)
+    if context.weights.is_fp8(base):
+        at = g.at("kv_b_proj")
+        heads = at.reshape("heads", dequantized(at, context.weights.read_blocks(base, *whole), *whole), (h, n + v, r))
+        return at.slice("key_weight", heads, 1, 0, n), at.slice("value_weight", heads, 1, n, v)
     dtype = context.weights.read(f"{base}.weight", whole).dtype
 
     def half(name: str, start: int, size: int) -> Tensor:

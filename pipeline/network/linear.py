@@ -1,4 +1,4 @@
-"""Linear layers: y = x Wᵀ + b in 16 bits, or W dequantized from INT4 inside the graph.
+"""Linear layers: y = x Wᵀ + b in 16 bits, or W dequantized from INT4 or from FP8 blocks inside the graph.
 
 A layer's place in the graph is its tensor's name in the engine checkpoint without "transformer.", so that a weight, its
 layers and its constants are found under one name.
@@ -6,8 +6,11 @@ layers and its constants are found under one name.
 
 from __future__ import annotations
 
+import math
+
+from pipeline.checkpoint.layouts.scales import BLOCK
 from pipeline.network.graph import Graph, Tensor
-from pipeline.network.weights import SAFETENSORS_TYPES, Weights
+from pipeline.network.weights import SAFETENSORS_TYPES, BlockWeight, Weights
 
 
 def checkpoint_name(g: Graph, name: str) -> str:
@@ -33,7 +36,7 @@ def linear(
         scales = at.constant("weights_scaling_factor", quantized.scales)
         weight = at.dequantize("dequantize", packed, scales)
     else:
-        weight = at.constant("weight", weights.read(f"{base}.weight", (out_features, in_features)))
+        weight = plain_weight(at, weights, base, out_features, in_features)
     transpose = not weights.is_int4(base)
     if not bias:
         weights.forbid(f"{base}.bias")
@@ -41,6 +44,29 @@ def linear(
     y = at.matmul("product", x, weight, transpose=transpose)
     offset = at.constant("bias", weights.read(f"{base}.bias", (out_features,)), (1, out_features))
     return g.sum(name, y, offset)
+
+
+def plain_weight(at: Graph, weights: Weights, base: str, out_features: int, in_features: int) -> Tensor:
+    """W [out, in] of a linear that is not INT4, in the model's type. FP8 blocks are dequantized by the engine at every
+    step: they save memory, not time."""
+    if not weights.is_fp8(base):
+        return at.constant("weight", weights.read(f"{base}.weight", (out_features, in_features)))
+    return dequantized(at, weights.read_blocks(base, out_features, in_features), out_features, in_features)
+
+
+def dequantized(at: Graph, blocks: BlockWeight, out_features: int, in_features: int) -> Tensor:
+    """W [out, in] or, of a stack, [E, out, in], without what was added to make its blocks whole."""
+    stored = at.constant("weight", blocks.weight)
+    rank = len(blocks.weight.shape)
+    # TensorRT does not take one scale for blocks ("ScaleMode is illegal"), only for the whole.
+    single = math.prod(blocks.scales.shape) == 1
+    scales = at.constant("weights_block_scaling_factor", blocks.scales, (1,) if single else None)
+    block = None if single else (1,) * (rank - 2) + (BLOCK, BLOCK)
+    weight = at.dequantize_fp8("dequantize", stored, scales, block)
+    for axis, size, name in ((rank - 2, out_features, "rows"), (rank - 1, in_features, "columns")):
+        if blocks.weight.shape[axis] != size:
+            weight = at.slice(f"{name}_of_weight", weight, axis, 0, size)
+    return weight
 
 
 def linear_float32(g: Graph, weights: Weights, name: str, x: Tensor, out_features: int, in_features: int) -> Tensor:

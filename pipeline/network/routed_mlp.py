@@ -14,7 +14,7 @@ from dataclasses import dataclass
 from pipeline.errors import CompatibilityError
 from pipeline.network.context import Context
 from pipeline.network.graph import Graph, Tensor
-from pipeline.network.linear import checkpoint_name
+from pipeline.network.linear import checkpoint_name, dequantized
 from pipeline.network.mlp import gated_mlp, swiglu
 from pipeline.network.router import route
 
@@ -56,6 +56,9 @@ def routed_mlp(g: Graph, context: Context, x: Tensor) -> Tensor:
 def _stack(g: Graph, context: Context, name: str, count: int, out_features: int, in_features: int) -> _Stack:
     at, weights = g.at(name), context.weights
     bases = [f"{checkpoint_name(g, '')}{expert}.{name}" for expert in range(count)]
+    if any(weights.is_fp8(base) for base in bases):
+        blocks = weights.read_block_stack(bases, out_features, in_features)
+        return _Stack(weight=dequantized(at, blocks, out_features, in_features), transposed=True, prescale=None)
     if not any(weights.is_int4(base) for base in bases):
         return _Stack(
             weight=at.constant("weight", weights.read_stack(bases, out_features, in_features)),

@@ -8,6 +8,7 @@ from dataclasses import dataclass
 import numpy as np
 import numpy.typing as npt
 
+from pipeline.checkpoint.layouts.scales import BLOCK, FP8, TARGET_SUFFIX, count_blocks
 from pipeline.checkpoint.tensors import RawTensor, TensorSource
 from pipeline.errors import CheckpointError, CompatibilityError
 from pipeline.network.derived import Constant, Derived
@@ -31,6 +32,17 @@ class Int4Weight:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
+class BlockWeight:
+    """One linear in FP8 blocks, or a stack of them ([E, …] in front), zeros added where its last blocks are not whole.
+
+    weight: F8_E4M3 [out, in], rounded up to blocks. scales: F32 [blocks of out, blocks of in].
+    """
+
+    weight: Constant
+    scales: Constant
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
 class Weights:
     """Reads an engine checkpoint for a network of type `dtype`."""
 
@@ -50,6 +62,10 @@ class Weights:
 
     def is_int4(self, base: str) -> bool:
         return self.has(f"{base}.weights_scaling_factor")
+
+    def is_fp8(self, base: str) -> bool:
+        """Whether a linear is stored in FP8 blocks."""
+        return self.has(f"{base}{TARGET_SUFFIX}")
 
     def read(self, name: str, shape: Sequence[int], *, dtypes: Sequence[str] = ()) -> RawTensor:
         """The tensor over its file's own memory. Raises CheckpointError if it is missing or of another shape,
@@ -74,6 +90,49 @@ class Weights:
         """One INT4 linear, its bytes transposed."""
         group = self._group(base, out_features, in_features)
         return self._int4([base], (), out_features, in_features, group, self._prescale(base, in_features))
+
+    def read_blocks(self, base: str, out_features: int, in_features: int) -> BlockWeight:
+        """One linear in FP8 blocks. No copy where its blocks are whole."""
+        return self._read_blocks([base], out_features, in_features, ())
+
+    def read_block_stack(self, bases: Sequence[str], out_features: int, in_features: int) -> BlockWeight:
+        """Several linears in FP8 blocks as one [E, out, in]. Raises CompatibilityError where only some are."""
+        mixed = [base for base in bases if not self.is_fp8(base)]
+        if mixed:
+            raise CompatibilityError(
+                f"{mixed[0]} is not in FP8 but other experts of its layer are",
+                hint="set stages.convert.dtype, which multiplies the blocks out",
+            )
+        return self._read_blocks(bases, out_features, in_features, (len(bases),))
+
+    def _read_blocks(
+        self, bases: Sequence[str], out_features: int, in_features: int, stacked: tuple[int, ...]
+    ) -> BlockWeight:
+        shape, blocks = (out_features, in_features), count_blocks((out_features, in_features))
+        rows, columns = (BLOCK * count for count in blocks)
+        for base in bases:  # refused now, not when the bytes are made
+            weight = self.read(f"{base}.weight", shape, dtypes=(FP8,))
+            factors = self.read(f"{base}{TARGET_SUFFIX}", blocks, dtypes=("F32",))
+        if not stacked and (rows, columns) == shape:
+            return BlockWeight(weight=weight, scales=factors)
+
+        def weights() -> Iterator[npt.NDArray[np.uint8]]:
+            for base in bases:
+                stored = self.read(f"{base}.weight", shape, dtypes=(FP8,)).data
+                if (rows, columns) != shape:
+                    whole = np.zeros((rows, columns), np.uint8)
+                    whole[:out_features, :in_features] = stored.reshape(shape)
+                    stored = whole.reshape(-1)
+                yield stored
+
+        def scales() -> Iterator[npt.NDArray[np.uint8]]:
+            for base in bases:
+                yield self.read(f"{base}{TARGET_SUFFIX}", blocks, dtypes=("F32",)).data
+
+        return BlockWeight(
+            weight=Derived(FP8, (*stacked, rows, columns), weights),
+            scales=Derived("F32", (*stacked, *blocks), scales) if stacked else factors,
+        )
 
     def read_stack(self, bases: Sequence[str], out_features: int, in_features: int) -> Derived:
         """The 16-bit weights of several linears as one [E, out, in], which a file holds apart."""

@@ -13,6 +13,14 @@ from pipeline.network.network import build_network
 from tests import fixtures
 from tests.network import models
 
+# Wide enough for the weights of the linears to count.
+WIDE = {
+    "hidden_size": 512,
+    "intermediate_size": 1024,
+    "kv_lora_rank": 512,
+    "moe_intermediate_size": 512,
+    "vocab_size": 64,
+}
 MODELS = {
     "llama-fp16": lambda path: models.load(fixtures.llama(path, dtype="float16", num_hidden_layers=2, head_dim=64)),
     "llama-bf16": lambda path: models.load(fixtures.llama(path, num_hidden_layers=2, head_dim=64)),
@@ -37,6 +45,25 @@ MODELS = {
         prescale="each",
         dtype="float16",
         num_hidden_layers=2,
+    ),
+    "v3-bf16": lambda path: models.load(fixtures.deepseek_v3(path, num_hidden_layers=2)),
+    "v3-fp8": lambda path: models.load_fp8(fixtures.deepseek_v3, path, num_hidden_layers=2, hidden_size=192),
+    "v3-wide-bf16": lambda path: models.load(fixtures.deepseek_v3(path, num_hidden_layers=2, **WIDE)),
+    "v3-wide-fp8": lambda path: models.load_fp8(fixtures.deepseek_v3, path, num_hidden_layers=2, **WIDE),
+    "v3-int4": lambda path: models.load_int4(
+        fixtures.deepseek_v3, path, pattern=r"mlp.*_proj\.weight|o_proj", group=64, prescale="each", num_hidden_layers=2
+    ),
+    "qwen2-int4": lambda path: models.load_int4(
+        fixtures.qwen2,
+        path,
+        pattern=r"layers.*_proj\.weight",
+        group=64,
+        prescale="all",
+        num_hidden_layers=2,
+        head_dim=64,
+    ),
+    "v2-lite-int4": lambda path: models.load_int4(
+        fixtures.deepseek_v2, path, pattern=r"mlp.*_proj\.weight|o_proj", group=64, **fixtures.V2_LITE_SHAPES
     ),
 }
 SMALLEST = {"T": 1, "B": 1, "Q": 1, "MB": 1, "NB": 2, "N": 1}

@@ -20,6 +20,7 @@ from pipeline.checkpoint.architecture import Architecture, parse_architecture
 from pipeline.checkpoint.tensors import RawTensor, TensorInfo
 from pipeline.network.network import NetworkSpec
 from pipeline.network.readback import Program
+from tests import fixtures
 
 # HF module below "model.layers.N." -> engine module below "transformer.layers.N."; q, k and v become one.
 MODULES = {
@@ -146,6 +147,30 @@ def load_int4(
     for name, tensor in tensors.items():
         _place(source, name, quantized.get(name, tensor))
     _fuse(source, architecture)
+    return Model(path, architecture, source)
+
+
+def load_fp8(write: Callable[..., Path], path: Path, **options: Any) -> Model:
+    """Writes a hub folder of float32 products, which transformers reads as they are, and the engine checkpoint with the
+    FP8 blocks that they are the products of."""
+    blocks: dict[str, tuple[torch.Tensor, torch.Tensor]] = {}
+
+    def edit(tensors: dict[str, torch.Tensor]) -> None:
+        fixtures.quantize_fp8(tensors)
+        for name in [name for name in tensors if name.endswith("_scale_inv")]:
+            scales, weight = tensors.pop(name), tensors[name.removesuffix("_scale_inv")]
+            blocks[name.removesuffix("_scale_inv")] = weight, scales
+            factors = scales.repeat_interleave(128, 0)[: weight.shape[0]].repeat_interleave(128, 1)
+            tensors[name.removesuffix("_scale_inv")] = weight.float() * factors[:, : weight.shape[1]]
+
+    architecture, tensors = _read(write(path, edit=edit, **options))
+    source = MemorySource()
+    for name, tensor in tensors.items():
+        target = engine_name(name)
+        source.raw[target] = RawTensor.from_torch(blocks[name][0] if name in blocks else tensor)
+        if name in blocks:
+            scales_name = f"{target.removesuffix('.weight')}.weights_block_scaling_factor"
+            source.raw[scales_name] = RawTensor.from_torch(blocks[name][1])
     return Model(path, architecture, source)
 
 

@@ -95,6 +95,17 @@ QUANTIZED: dict[str, Callable[[Path], models.Model]] = {
 }
 
 
+# Widths that 128 does not divide, below and above it, and one that it does.
+FP8: dict[str, dict[str, object]] = {
+    "v3": {},
+    "v3-ragged": {"hidden_size": 192, "intermediate_size": 320, "kv_lora_rank": 160, "moe_intermediate_size": 160},
+    "v3-whole": {
+        "hidden_size": 256, "kv_lora_rank": 128, "q_lora_rank": 128, "moe_intermediate_size": 128, "v_head_dim": 32,
+        "num_attention_heads": 8, "num_key_value_heads": 8,
+    },
+}  # fmt: skip
+
+
 def _largest_difference(
     model: models.Model, moe: str = "dense", offsets: tuple[int, ...] = (0, 0, 0)
 ) -> tuple[float, float]:
@@ -117,6 +128,15 @@ def test_logits_are_those_of_transformers(name: str, tmp_path: Path) -> None:
 @pytest.mark.parametrize("name", QUANTIZED)
 def test_int4_logits_are_those_of_transformers_on_dequantized_weights(name: str, moe: str, tmp_path: Path) -> None:
     difference, spread = _largest_difference(QUANTIZED[name](tmp_path / "hf"), moe)
+    assert difference < TOLERANCE
+    assert spread > 0.5
+
+
+@pytest.mark.parametrize("moe", ["dense", "gather"])
+@pytest.mark.parametrize("name", FP8)
+def test_fp8_blocks_give_the_logits_of_their_products(name: str, moe: str, tmp_path: Path) -> None:
+    model = models.load_fp8(fixtures.deepseek_v3, tmp_path / "hf", **FP8[name])
+    difference, spread = _largest_difference(model, moe)
     assert difference < TOLERANCE
     assert spread > 0.5
 

@@ -28,6 +28,12 @@ def _build(tmp_path: Path, model: str, moe: str, sm: str) -> Path:
     [
         ("llama-int4", "dense", "SM80"),
         ("v2-int4", "dense", "SM120"),
+        ("v3-int4", "dense", "SM80"),
+        pytest.param("v3-int4", "gather", "SM120", marks=slow),
+        pytest.param("v3-bf16", "dense", "SM80", marks=slow),
+        pytest.param("v3-fp8", "gather", "SM120", marks=slow),
+        pytest.param("qwen2-int4", "dense", "SM80", marks=slow),
+        pytest.param("v2-lite-int4", "dense", "SM80", marks=slow),
         pytest.param("v2-int4", "gather", "SM80", marks=slow),
         pytest.param("v2-int4", "gather", "SM120", marks=slow),
         pytest.param("v2-int4", "dense", "SM80", marks=slow),
@@ -56,3 +62,15 @@ def test_the_network_builds(model: str, moe: str, sm: str, tmp_path: Path) -> No
         # Layer 0: dense, fc, gate, proj. Layer 1: dense, the shared experts' three, and the routed experts' fc and gate
         # as one stack each; their proj has a single group, which TensorRT dequantizes apart.
         assert fused == [10, 10]
+
+
+@slow
+def test_fp8_blocks_stay_fp8_in_the_engine(tmp_path: Path) -> None:
+    """Linears take a byte a weight and a scale for 16384 of them; SM80 has no FP8, and TensorRT says so."""
+    (tmp_path / "fp8").mkdir()
+    (tmp_path / "bf16").mkdir()
+    kept = inspect_engine(_build(tmp_path / "fp8", "v3-wide-fp8", "dense", "SM89"))
+    wide = inspect_engine(_build(tmp_path / "bf16", "v3-wide-bf16", "dense", "SM89"))
+    assert 0.5 < kept.weights_bytes / wide.weights_bytes < 0.55
+    with pytest.raises(AssertionError, match="fp8_e4m3"):
+        _build(tmp_path / "fp8", "v3-wide-fp8", "dense", "SM80")

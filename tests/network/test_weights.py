@@ -10,6 +10,7 @@ import torch
 
 from pipeline.checkpoint.tensors import RawTensor
 from pipeline.errors import CheckpointError, CompatibilityError, TrtseekError
+from pipeline.network.derived import Derived
 from pipeline.network.weights import Weights
 from tests import fixtures
 from tests.network import models
@@ -122,3 +123,47 @@ def test_scales_keep_their_value(dtype: str) -> None:
     assert found.scales.make().to_torch().dtype == getattr(torch, dtype)
     assert torch.equal(found.scales.make().to_torch().float(), scales.T)
     np.testing.assert_array_equal(found.packed.make().to_torch().numpy(), packed.T)
+
+
+BASES = [f"transformer.layers.1.mlp.experts.{expert}.fc" for expert in range(3)]
+
+
+def _fp8_source(rows: int, columns: int) -> models.MemorySource:
+    source = models.MemorySource()
+    for index, base in enumerate(BASES):
+        weight = torch.full((rows, columns), index + 1, dtype=torch.uint8).view(torch.float8_e4m3fn)
+        source.raw[f"{base}.weight"] = RawTensor.from_torch(weight)
+        scales = torch.full((-(-rows // 128), -(-columns // 128)), float(index))
+        source.raw[f"{base}.weights_block_scaling_factor"] = RawTensor.from_torch(scales)
+    return source
+
+
+def test_whole_fp8_blocks_are_not_copied() -> None:
+    source = _fp8_source(128, 256)
+    found = Weights(source=source, dtype="bfloat16").read_blocks(BASES[1], 128, 256)
+    assert found.weight is source.raw[f"{BASES[1]}.weight"]
+    assert found.scales is source.raw[f"{BASES[1]}.weights_block_scaling_factor"]
+
+
+def test_ragged_fp8_blocks_are_filled_up_with_zeros() -> None:
+    found = Weights(source=_fp8_source(130, 200), dtype="bfloat16").read_block_stack(BASES, 130, 200)
+    assert isinstance(found.weight, Derived) and isinstance(found.scales, Derived)
+    stack = found.weight.make().to_torch().view(torch.uint8)
+    assert stack.shape == (3, 256, 256)
+    for index, one in enumerate(stack):
+        assert (one[:130, :200] == index + 1).all()
+        assert one.sum() == (index + 1) * 130 * 200
+    assert found.scales.make().to_torch().tolist() == [[[float(i)] * 2] * 2 for i in range(3)]
+
+
+def test_fp8_that_cannot_be_a_stack_or_lacks_its_scales_is_refused() -> None:
+    source = _fp8_source(128, 128)
+    weights = Weights(source=source, dtype="bfloat16")
+    with pytest.raises(CompatibilityError, match="takes BF16"):
+        weights.read(f"{BASES[0]}.weight", (128, 128))
+    source.raw[f"{BASES[2]}.weights_block_scaling_factor"] = RawTensor.from_torch(torch.ones(2, 1))
+    with pytest.raises(CheckpointError, match=r"experts\.2\.fc\.weights_block_scaling_factor has shape \[2, 1\]"):
+        weights.read_block_stack(BASES, 128, 128)
+    del source.raw[f"{BASES[2]}.weights_block_scaling_factor"]
+    with pytest.raises(CompatibilityError, match=r"experts\.2\.fc is not in FP8"):
+        weights.read_block_stack(BASES, 128, 128)
