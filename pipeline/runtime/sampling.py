@@ -83,7 +83,7 @@ class Sampling:
         return self.repetition_penalty != 1 or self.presence_penalty != 0 or self.frequency_penalty != 0
 
 
-# Field -> lowest, highest, type. Penalties have the range of the OpenAI API, doubled: beyond lies nothing but mistakes.
+# Field -> lowest, highest, type.
 RANGES: dict[str, tuple[float, float, type]] = {
     "temperature": (0, 1e6, float),
     "top_k": (0, 2**31 - 1, int),

@@ -87,7 +87,7 @@ class FakeRunner:
 
 
 def sample_slowly(logits: np.ndarray, sampling: Sampling, history: list[int], prompt: int, **place: int) -> int | None:
-    """One row, one step at a time, in float64 where it matters; None where nothing is left. place: seed, index, end_id."""
+    """One row, one operation at a time; None where nothing is left. place: seed, index, end_id."""
     logits = logits.astype(np.float32).copy()
     end_id = place.get("end_id", -1)
     if sampling.embedding_bias is not None:
@@ -151,3 +151,9 @@ def answer_slowly(request: Request, index: int = 0, vocabulary: int = VOCABULARY
             return history[prompt:], FinishReason.STOP_WORDS
         if len(history) - prompt == request.max_tokens:
             return history[prompt:], FinishReason.LENGTH
+
+
+def log_probs_slowly(tokens: Sequence[int], start: int) -> list[float]:
+    """Of the tokens from `start` on, each after all before it."""
+    rows = [torch.from_numpy(fake_logits(tokens[:place])).log_softmax(-1) for place in range(start, len(tokens))]
+    return [row[token].item() for row, token in zip(rows, tokens[start:], strict=True)]

@@ -5,6 +5,7 @@ from __future__ import annotations
 import random
 from collections.abc import Iterator
 
+import numpy as np
 import pytest
 
 from pipeline.errors import TrtseekError
@@ -15,7 +16,7 @@ from pipeline.runtime.limits import Limits
 from pipeline.runtime.request import FinishReason, Priority, Request
 from pipeline.runtime.sampling import Sampling
 from pipeline.runtime.scheduler import Policy
-from tests.runtime.fakes import POISON, VOCABULARY, FakeRunner, answer_slowly
+from tests.runtime.fakes import POISON, VOCABULARY, FakeRunner, answer_slowly, log_probs_slowly
 
 MIXES = 300
 MAX_LENGTH = 60
@@ -39,10 +40,11 @@ def make_limits(rng: random.Random) -> Limits:
 
 
 def make_request(rng: random.Random, beginnings: list[list[int]], clean: bool) -> Request:
-    prompt = rng.choice(beginnings) + [rng.randrange(POISON) for _ in range(rng.randrange(1, 12))]
+    alphabet = rng.choice([2, POISON])  # with few tokens, equal blocks come at different places
+    prompt = rng.choice(beginnings) + [rng.randrange(alphabet) for _ in range(rng.randrange(1, 12))]
     if not clean and rng.random() < 0.1:
         prompt[rng.randrange(len(prompt))] = POISON
-    bias = np_bias() if rng.random() < 0.2 else None
+    bias = np.linspace(-1, 1, VOCABULARY, dtype=np.float32) if rng.random() < 0.2 else None
     sampling = Sampling(
         temperature=rng.choice([0.0, 0.7, 1.5]),
         top_k=rng.choice([0, 3, 10]),
@@ -72,12 +74,6 @@ def make_request(rng: random.Random, beginnings: list[list[int]], clean: bool) -
     )
 
 
-def np_bias():  # type: ignore[no-untyped-def]
-    import numpy as np
-
-    return np.linspace(-1, 1, VOCABULARY, dtype=np.float32)
-
-
 def check_answer(handle: Handle) -> None:
     request = handle.request
     if POISON in request.input_ids:
@@ -93,7 +89,11 @@ def check_answer(handle: Handle) -> None:
             assert output.tokens == tokens[: len(output.tokens)]
         else:
             assert (output.tokens, output.finish_reason) == (tokens, reason)
-        assert len(output.log_probs) == (len(output.tokens) if request.return_log_probs else 0)
+        if request.return_log_probs:
+            expected = log_probs_slowly([*request.input_ids, *output.tokens], len(request.input_ids))
+            assert output.log_probs == pytest.approx(expected, abs=1e-4)
+    if request.return_context_log_probs and result.timing.first_token is not None:
+        assert result.context_log_probs == pytest.approx(log_probs_slowly(request.input_ids, 1), abs=1e-4)
 
 
 def drive(executor: Executor, rng: random.Random, requests: list[Request]) -> Iterator[Handle]:
@@ -120,7 +120,13 @@ def test_a_mix(seed: int) -> None:
     rng = random.Random(seed)
     limits = make_limits(rng)
     clean = rng.random() < 0.5
-    beginnings = [[], [rng.randrange(POISON) for _ in range(16)], [rng.randrange(POISON) for _ in range(9)]]
+    beginnings = [
+        [],
+        [rng.randrange(POISON) for _ in range(16)],
+        [rng.randrange(2) for _ in range(9)],
+        [0] * 12,
+        [1] * 12,
+    ]
     settings = ExecutorSettings(
         policy=rng.choice(list(Policy)),
         preempt=rng.random() < 0.7,

@@ -111,7 +111,10 @@ def drawn_set(logits: torch.Tensor, sampling: dict[str, Any], tokens: list[int],
         ({"top_k": 4}, [TopKLogitsWarper(4)]),
         ({"top_p": 0.7}, [TopPLogitsWarper(0.7)]),
         ({"top_p": 1.0, "min_p": 0.1}, [MinPLogitsWarper(0.1)]),
-        ({"temperature": 0.6, "top_k": 6, "top_p": 0.8}, [TemperatureLogitsWarper(0.6), TopKLogitsWarper(6), TopPLogitsWarper(0.8)]),
+        (
+            {"temperature": 0.6, "top_k": 6, "top_p": 0.8},
+            [TemperatureLogitsWarper(0.6), TopKLogitsWarper(6), TopPLogitsWarper(0.8)],
+        ),
         (
             {"repetition_penalty": 1.8, "temperature": 0.7, "top_k": 5},
             [RepetitionPenaltyLogitsProcessor(1.8), TemperatureLogitsWarper(0.7), TopKLogitsWarper(5)],
@@ -121,7 +124,7 @@ def drawn_set(logits: torch.Tensor, sampling: dict[str, Any], tokens: list[int],
             [NoBadWordsLogitsProcessor([[3], [1, 2], [2, 1, 4]]), TopKLogitsWarper(5)],
         ),
     ],
-)  # fmt: skip
+)
 def test_the_distribution_is_that_of_transformers(seed: int, sampling: dict[str, Any], processors: list[Any]) -> None:
     """Which tokens can come, and how often they do."""
     logits, tokens = rows_of(seed, 1, width=20, scale=1.5), [4, 2, 1]
