@@ -6,7 +6,10 @@ otherwise) and transformers; knows nothing of Triton, so it is tested without it
 
 from __future__ import annotations
 
+import atexit
 import json
+import os
+import sys
 from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
@@ -42,18 +45,50 @@ class Tokenizer:
         self.vocab_size = len(self._tokenizer)
 
     def encode_prompt(self, text: bytes) -> list[int]:
-        """Ids of a prompt. RequestError for bytes that are not UTF-8 and for a prompt without a token."""
-        ids = self._encode(text, add_special_tokens=self._add_special_tokens)
+        """Ids of a prompt. RequestError for bytes that are not UTF-8 and for a prompt without a token.
+
+        A prompt that begins with the BOS token's own text has been through a chat template: it gets no second one.
+        """
+        bos = self._tokenizer.bos_token
+        is_rendered = bool(bos) and text.startswith(bos.encode())
+        ids = self._encode(text, add_special_tokens=self._add_special_tokens and not is_rendered)
         if not ids:
             raise RequestError("the prompt is empty")
         return ids
+
+    def render_chat(self, messages: bytes) -> str:
+        """The prompt that the checkpoint's own template makes of `messages`, a JSON list of roles and contents, up to
+        where the assistant is to answer. The template writes the special tokens: encode it with `encode_word`."""
+        if not self._tokenizer.chat_template:
+            raise RequestError("messages: this model has no chat template; send text_input")
+        try:
+            listed = json.loads(messages)
+        except ValueError as error:
+            raise RequestError(f"messages: is not JSON: {error}") from error
+        if not (isinstance(listed, list) and listed and all(isinstance(message, dict) for message in listed)):
+            raise RequestError('messages: must be a list like [{"role": "user", "content": "…"}]')
+        from jinja2 import TemplateError
+
+        try:
+            return str(self._tokenizer.apply_chat_template(listed, tokenize=False, add_generation_prompt=True))
+        except (TemplateError, TypeError, KeyError, ValueError) as error:
+            raise RequestError(f"messages: the model's chat template refuses them: {error}") from error
+
+    def is_special(self, text: str) -> bool:
+        """Whether a text is one special token, which is never seen in decoded text."""
+        return text in self._tokenizer.all_special_tokens or text in self._tokenizer.get_added_vocab()
 
     def encode_word(self, text: bytes) -> list[int]:
         """Ids of a word by itself, which may differ from its ids inside a text."""
         return self._encode(text, add_special_tokens=False)
 
     def decode(self, ids: Sequence[int]) -> str:
-        return str(self._tokenizer.decode(list(ids), skip_special_tokens=self._skip_special_tokens))
+        # Cleaning up spaces looks at what follows, so that text could not be given out as it comes.
+        return str(
+            self._tokenizer.decode(
+                list(ids), skip_special_tokens=self._skip_special_tokens, clean_up_tokenization_spaces=False
+            )
+        )
 
     def _encode(self, text: bytes, *, add_special_tokens: bool) -> list[int]:
         try:
@@ -123,6 +158,13 @@ def decode_batch(
     rows = zip(tokens.reshape(-1, longest), lengths.reshape(-1), strict=True)
     texts = [tokenizer.decode(row[:length].tolist()).encode() for row, length in rows]
     return np.array(texts, np.object_)
+
+
+def end_quickly() -> None:
+    """Spares a stub the interpreter's own tear-down at its end: with transformers it takes seconds, of Triton's exit
+    time-out. Without effect outside a stub."""
+    if "c_python_backend_utils" in sys.modules:
+        atexit.register(os._exit, 0)
 
 
 def read_parameters(args: dict[str, str]) -> dict[str, str]:

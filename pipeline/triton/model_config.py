@@ -13,6 +13,8 @@ from typing import Any
 from pipeline.errors import PackageError
 
 SOURCES = Path(__file__).parents[2] / "model_repo"
+# No text has more on average, not even a long run of spaces. A longer one cannot fit, and is not tokenized to know it.
+BYTES_PER_TOKEN = 128
 MODELS = ("preprocessing", "tensorrt_llm", "postprocessing", "ensemble", "tensorrt_llm_bls")
 
 
@@ -38,7 +40,11 @@ class RepositorySettings:
     engine_digest: str
     kv_cache_free_gpu_mem_fraction: float
     max_tokens_in_paged_kv_cache: int | None
+    batch_scheduler_policy: str
+    enable_kv_cache_reuse: bool
     max_queue_size: int
+    runner: str
+    interpreter_mode: str
     add_special_tokens: bool
     skip_special_tokens: bool
     preprocessing_instances: int
@@ -89,7 +95,7 @@ def build_configs(settings: RepositorySettings, paths: Paths) -> dict[str, Any]:
 
 
 def _list_parameters(settings: RepositorySettings, paths: Paths) -> dict[str, Mapping[str, object]]:
-    """Keys that TensorRT-LLM's backend has keep their names and meanings; those after the blank line are ours."""
+    """Keys that TensorRT-LLM's backend has keep their names and meanings; those after FORCE_CPU_ONLY are ours."""
     return {
         "preprocessing": {
             "tokenizer_dir": paths.tokenizer,
@@ -102,6 +108,8 @@ def _list_parameters(settings: RepositorySettings, paths: Paths) -> dict[str, Ma
             "max_beam_width": 1,
             "kv_cache_free_gpu_mem_fraction": settings.kv_cache_free_gpu_mem_fraction,
             "max_tokens_in_paged_kv_cache": settings.max_tokens_in_paged_kv_cache,
+            "batch_scheduler_policy": settings.batch_scheduler_policy,
+            "enable_kv_cache_reuse": settings.enable_kv_cache_reuse,
             "FORCE_CPU_ONLY_INPUT_TENSORS": "yes",  # the executor plans its steps on the host
             "checkpoint_path": paths.checkpoint,
             "network_path": paths.network,
@@ -110,6 +118,9 @@ def _list_parameters(settings: RepositorySettings, paths: Paths) -> dict[str, Ma
             "max_seq_len": settings.max_seq_len,
             "max_num_tokens": settings.max_num_tokens,
             "block_size": settings.block_size,
+            "max_queue_size": settings.max_queue_size,
+            "runner": settings.runner,
+            "interpreter_mode": settings.interpreter_mode,
         },
         "postprocessing": {
             "tokenizer_dir": paths.tokenizer,
@@ -117,10 +128,11 @@ def _list_parameters(settings: RepositorySettings, paths: Paths) -> dict[str, Ma
         },
         "tensorrt_llm_bls": {
             "tensorrt_llm_model_name": "tensorrt_llm",
-            "accumulate_tokens": True,  # a token alone may be half a character, or lose its leading space
+            "accumulate_tokens": False,  # true repeats the whole text so far in every response
             "tokenizer_dir": paths.tokenizer,
             "add_special_tokens": settings.add_special_tokens,
             "skip_special_tokens": settings.skip_special_tokens,
+            "max_prompt_bytes": settings.max_seq_len * BYTES_PER_TOKEN,
         },
     }
 

@@ -30,8 +30,12 @@ if TYPE_CHECKING:
 
 REPOSITORY, BACKENDS, ARTIFACTS = "model_repository", "backends", "artifacts"
 VERSION = "1"
-TEXT_MODELS = ("preprocessing", "postprocessing", "tensorrt_llm_bls")
-SHARED_MODULE = "trtseek_text.py"
+# Modules that a model's code imports, copied beside it.
+SHARED_MODULES = {
+    "preprocessing": ("trtseek_text.py",),
+    "postprocessing": ("trtseek_text.py",),
+    "tensorrt_llm_bls": ("trtseek_text.py", "trtseek_chat.py", "trtseek_stream.py", "trtseek_answer.py"),
+}
 # Errors of os.link that mean "not here": another file system, one without hard links, too many of them.
 NOT_LINKABLE = (errno.EXDEV, errno.EPERM, errno.EMLINK, errno.ENOTSUP, errno.EOPNOTSUPP)
 
@@ -87,7 +91,7 @@ def make_settings(config: Config, *, network_digest: str, engine_digest: str) ->
         block_size=build.block_size,
         network_digest=network_digest,
         engine_digest=engine_digest,
-        **package.model_dump(exclude={"flavour"}),
+        **package.model_dump(exclude={"flavour", "check"}),
     )
 
 
@@ -165,8 +169,8 @@ def _write_models(repository: Path, configs: dict[str, Any]) -> None:
         else:
             # Triton wants the folder, and neither git nor an object store keeps an empty one.
             (version / ".keep").touch()
-        if model in TEXT_MODELS:
-            shutil.copyfile(SOURCES / SHARED_MODULE, version / SHARED_MODULE)
+        for module in SHARED_MODULES.get(model, ()):
+            shutil.copyfile(SOURCES / module, version / module)
 
 
 def _read_json(path: Path) -> dict[str, Any]:

@@ -35,8 +35,8 @@ LOOPBACK = "127.0.0.1"
 GUARDED_APIS = ("model-repository", "shared-memory", "trace", "logging")
 GUARD = "trtseek-key"
 STUB_S = 300
-# Triton ends its models' processes after the requests; what then still runs is killed.
-UNLOAD_S = 15.0
+# Triton's exit time-out counts requests in flight and the end of its models' processes together.
+UNLOAD_S = 10.0
 # What of the log explains a failure: Triton's own error lines, and a Python model's last words.
 _ERROR_LINE = re.compile(r"E\d{4} |error: |\w*Error: |\w*Exception: |terminate")
 # Triton without a GPU says these as errors, and means nothing by them.
@@ -109,7 +109,7 @@ class TritonServer:
             keeper, self._keeper = self._keeper, None
             assert keeper.stdin is not None and keeper.stdout is not None
             with contextlib.suppress(BrokenPipeError):
-                keeper.stdin.write(f"stop {self.grace + UNLOAD_S if grace is None else grace}\n")
+                keeper.stdin.write(f"stop {self._patience if grace is None else grace}\n")
                 keeper.stdin.close()
             answer = keeper.stdout.read().strip()
             keeper.stdout.close()
@@ -161,7 +161,7 @@ class TritonServer:
         job = {
             "command": self.command(),
             "log": str(self.log),
-            "grace": self.grace + UNLOAD_S,
+            "grace": self._patience,
             "shared_memory_prefix": self.prefix,
         }
         self._keeper = subprocess.Popen(
@@ -192,7 +192,7 @@ class TritonServer:
             "--load-model=*",
             "--disable-auto-complete-config",  # it starts every stub twice
             "--exit-on-error=false",
-            f"--exit-timeout-secs={max(1, round(self.grace))}",
+            f"--exit-timeout-secs={round(self.grace + UNLOAD_S)}",
             f"--http-address={addresses.http_host}",
             f"--grpc-address={addresses.host}",
             f"--metrics-address={addresses.host}",
@@ -233,6 +233,11 @@ class TritonServer:
         ]
         if problems or not index:
             raise ServerError("\n".join(problems) or f"{self.repository} holds no model", hint=self._hint)
+
+    @property
+    def _patience(self) -> float:
+        """Until a server that was told to end is killed: a client that keeps its stream open makes Triton wait on."""
+        return self.grace + UNLOAD_S + 2.0
 
     @property
     def _hint(self) -> str:

@@ -19,7 +19,7 @@ COUNTS = {
     "tensorrt_llm": (62, 21),
     "postprocessing": (2, 1),
     "ensemble": (36, 19),
-    "tensorrt_llm_bls": (42, 19),
+    "tensorrt_llm_bls": (43, 19),  # and `messages`, ours
 }
 SAMPLES = [
     ("tensorrt_llm", "input", "input_ids", "TYPE_INT32", [-1], True, True, False),
@@ -92,7 +92,7 @@ def test_parameters(configs):
     assert parameters["max_seq_len"] == "256"
     assert "max_tokens_in_paged_kv_cache" not in parameters  # unset means unbounded
     bls = {key: value.string_value for key, value in configs["tensorrt_llm_bls"].parameters.items()}
-    assert (bls["accumulate_tokens"], bls["tokenizer_dir"]) == ("true", "../../t")
+    assert (bls["accumulate_tokens"], bls["tokenizer_dir"]) == ("false", "../../t")
 
 
 def test_settings_reach_the_models():

@@ -66,13 +66,15 @@ def load(package, monkeypatch):
     """Imports a model as the stub does, its version folder on the path, and initializes it."""
     backend = types.ModuleType("triton_python_backend_utils")
     backend.Tensor, backend.InferenceResponse, backend.TritonError = Tensor, Response, str
+    backend.Logger = types.SimpleNamespace(log_info=print, log_error=print)
     backend.TritonModelException, backend.TRITONSERVER_RESPONSE_COMPLETE_FINAL = ModelError, 1
     monkeypatch.setitem(sys.modules, "triton_python_backend_utils", backend)
 
     def start(model, source=None, **parameters):
         folder = package.path / model
         monkeypatch.syspath_prepend(str(folder / "1"))
-        monkeypatch.delitem(sys.modules, "trtseek_text", raising=False)
+        for name in ("text", "chat", "stream", "answer"):
+            monkeypatch.delitem(sys.modules, f"trtseek_{name}", raising=False)
         spec = importlib.util.spec_from_file_location(f"{model}_model", source or folder / "1" / "model.py")
         module = importlib.util.module_from_spec(spec)
         spec.loader.exec_module(module)
@@ -83,6 +85,7 @@ def load(package, monkeypatch):
         instance.initialize(
             {
                 "model_name": model,
+                "model_version": "1",
                 "model_repository": str(folder),
                 "model_config": json.dumps(json_format.MessageToDict(config, preserving_proto_field_name=True)),
             }
@@ -227,23 +230,6 @@ def test_lengths_that_do_not_fit_are_refused(load):
     request = Request(TOKENS_BATCH=np.zeros((1, 1, 2), np.int32), SEQUENCE_LENGTH=np.array([[3]], np.int32))
     (response,) = load("postprocessing").execute([request])
     assert "do not fit" in response.error
-
-
-def test_the_bls_says_that_it_does_not_serve(load):
-    request = Request(text_input=strings([b"a"]))
-    assert load("tensorrt_llm_bls").execute([request]) is None
-    ((response, flags),) = request.sender.sent
-    assert "does not serve" in response.error
-    assert flags == 1
-
-
-def test_the_backend_loads_a_whole_package_and_refuses_requests(load, package):
-    model = load("tensorrt_llm", package.backends / "trtseek" / "model.py")
-    request = Request()
-    assert model.execute([request]) is None
-    ((response, flags),) = request.sender.sent
-    assert "does not serve" in response.error
-    assert flags == 1
 
 
 @pytest.mark.parametrize(

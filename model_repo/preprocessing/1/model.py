@@ -13,6 +13,7 @@ from trtseek_text import (
     encode_bias,
     encode_prompts,
     encode_words,
+    end_quickly,
     read_flag,
     read_parameters,
     resolve_path,
@@ -24,6 +25,7 @@ UNSERVED = ("DECODER_QUERY", "IMAGE_BYTES", "IMAGE_URL", "IMAGES", "VIDEO_BYTES"
 
 class TritonPythonModel:
     def initialize(self, args: dict[str, str]) -> None:
+        end_quickly()
         parameters = read_parameters(args)
         self.tokenizer = Tokenizer(
             resolve_path(args, parameters["tokenizer_dir"]),

@@ -1,36 +1,150 @@
-"""Triton model `tensorrt_llm_bls`, the text path for clients. Executing requests is not part of this version.
+"""Triton model `tensorrt_llm_bls`, the text path for clients: tokenizes, has `tensorrt_llm` generate, and turns its
+tokens into text as they come.
 
-It loads the tokenizer, so that a broken package is found when the server starts, and answers each request with an
-error: the model that it would call, `tensorrt_llm`, has no executor yet.
+One instance serves all requests: each has a thread, which mostly waits. A client that goes away, or cancels, is noticed
+by one more thread, which then has `tensorrt_llm` stop: an ensemble cannot do that.
 """
 
 from __future__ import annotations
 
+import concurrent.futures
+import json
+import threading
+import uuid
 from typing import Any
 
+import numpy as np
+import numpy.typing as npt
 import triton_python_backend_utils as pb_utils
-from trtseek_text import Tokenizer, read_flag, read_parameters, resolve_path
+from trtseek_answer import Answer, Arrays
+from trtseek_chat import Prompt, build_inputs, read_prompts, rename_fields
+from trtseek_text import RequestError, Tokenizer, end_quickly, read_flag, read_parameters, resolve_path
 
-REFUSAL = (
-    "this version of trtseek emits and checks model repositories but does not serve them: the executor that runs "
-    "requests is not part of it"
-)
+FINAL = pb_utils.TRITONSERVER_RESPONSE_COMPLETE_FINAL
+# Threads that wait for tokens; more requests than that wait for one of them.
+MAX_STREAMS = 256
+# Asking whether a client has gone is a round trip of 50 microseconds: at most 5 % of a core goes into it.
+POLL_S, POLL_PER_STREAM_S = 0.03, 0.001
 
 
 class TritonPythonModel:
     def initialize(self, args: dict[str, str]) -> None:
+        end_quickly()
         parameters = read_parameters(args)
         self.tokenizer = Tokenizer(
             resolve_path(args, parameters["tokenizer_dir"]),
             add_special_tokens=read_flag(parameters, "add_special_tokens"),
             skip_special_tokens=read_flag(parameters, "skip_special_tokens"),
         )
+        self.child = parameters["tensorrt_llm_model_name"]
+        self.accumulates = read_flag(parameters, "accumulate_tokens")
+        self.max_bytes = int(parameters["max_prompt_bytes"])
+        self._streams: dict[str, Any] = {}
+        self._lock = threading.Lock()
+        self._closed = threading.Event()
+        self._pool = concurrent.futures.ThreadPoolExecutor(MAX_STREAMS, "stream")
+        threading.Thread(target=self._watch, name="watch", daemon=True).start()
 
     def execute(self, requests: list[Any]) -> None:
-        """Answers each request with REFUSAL. The model is decoupled: answers go through the request's own sender."""
+        """Returns at once; the requests' own senders answer."""
         for request in requests:
-            sender = request.get_response_sender()
-            sender.send(
-                pb_utils.InferenceResponse(error=pb_utils.TritonError(REFUSAL)),
-                flags=pb_utils.TRITONSERVER_RESPONSE_COMPLETE_FINAL,
+            inputs = {tensor.name(): tensor.as_numpy().copy() for tensor in request.inputs()}
+            call = Call(
+                inputs,
+                sender=request.get_response_sender(),
+                parameters=json.loads(request.parameters() or "{}"),
+                timeout=int(request.timeout() or 0),
             )
+            self._pool.submit(self._serve, call)
+
+    def finalize(self) -> None:
+        self._closed.set()
+        self._pool.shutdown(wait=False, cancel_futures=True)
+
+    def _serve(self, call: Call) -> None:
+        """Answers one request, whatever happens: a request without an answer makes its client wait for ever."""
+        try:
+            prompts = read_prompts(self.tokenizer, call.inputs, max_bytes=self.max_bytes)
+            for row, prompt in enumerate(prompts):
+                self._serve_row(call, row, prompt, len(prompts))
+        except RequestError as error:
+            call.fail(str(error), pb_utils.TritonError.INVALID_ARG)
+        except Exception as error:
+            pb_utils.Logger.log_error(f"a request failed: {error!r}")
+            call.fail(f"the request failed: {error!r}", pb_utils.TritonError.INTERNAL)
+        call.sender.send(flags=FINAL)
+
+    def _serve_row(self, call: Call, row: int, prompt: Prompt, rows: int) -> None:
+        name = uuid.uuid4().hex
+        answer = Answer(self.tokenizer, prompt, row=row, accumulates=self.accumulates)
+        request = pb_utils.InferenceRequest(
+            model_name=self.child,
+            request_id=name,
+            requested_output_names=answer.outputs,
+            inputs=_tensors(build_inputs(self.tokenizer, call.inputs, prompt, row=row, rows=rows)),
+            timeout=call.timeout,
+            parameters=call.parameters,
+        )
+        with self._lock:
+            self._streams[name] = call.sender
+        stopped = False
+        try:
+            for response in request.exec(decoupled=True):
+                if response.has_error():
+                    error = response.error()
+                    call.fail(rename_fields(error.message()), error.code())
+                    continue
+                arrays = {tensor.name(): tensor.as_numpy() for tensor in response.output_tensors()}
+                if arrays:
+                    call.send(answer.add(arrays))
+                if answer.stopped and not stopped:
+                    stopped = True  # and what still comes is taken, since Triton waits until it is
+                    self._stop(name)
+            call.send(answer.finish())
+        finally:
+            with self._lock:
+                self._streams.pop(name, None)
+
+    def _stop(self, name: str) -> None:
+        """Ends a request of `tensorrt_llm`: its answer then ends soon."""
+        inputs: Arrays = {
+            "stop": np.array([[True]]),
+            "input_lengths": np.array([[1]], np.int32),
+            "request_output_len": np.array([[1]], np.int32),
+        }
+        request = pb_utils.InferenceRequest(
+            model_name=self.child, request_id=name, requested_output_names=["output_ids"], inputs=_tensors(inputs)
+        )
+        for _ in request.exec(decoupled=True):
+            pass
+
+    def _watch(self) -> None:
+        count = 0
+        while not self._closed.wait(max(POLL_S, POLL_PER_STREAM_S * count)):
+            with self._lock:
+                streams = list(self._streams.items())
+            count = len(streams)
+            for name, sender in streams:
+                if sender.is_cancelled():
+                    with self._lock:
+                        gone = self._streams.pop(name, None)
+                    if gone is not None:
+                        self._stop(name)
+
+
+class Call:
+    """One request, and the way to answer it."""
+
+    def __init__(self, inputs: Arrays, *, sender: Any, parameters: dict[str, Any], timeout: int) -> None:
+        self.inputs, self.sender, self.parameters, self.timeout = inputs, sender, parameters, timeout
+
+    def send(self, responses: list[Arrays]) -> None:
+        for arrays in responses:
+            self.sender.send(pb_utils.InferenceResponse(_tensors(arrays)))
+
+    def fail(self, message: str, code: Any) -> None:
+        self.sender.send(pb_utils.InferenceResponse(error=pb_utils.TritonError(message, code)))
+
+
+def _tensors(arrays: dict[str, npt.NDArray[Any]]) -> list[Any]:
+    return [pb_utils.Tensor(name, array) for name, array in arrays.items()]

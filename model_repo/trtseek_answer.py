@@ -1,0 +1,101 @@
+"""The answer to one prompt: from the responses of `tensorrt_llm` to those of `tensorrt_llm_bls`.
+
+Copied into the version folder of `tensorrt_llm_bls`. Knows nothing of Triton, so it is tested without it.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+import numpy as np
+import numpy.typing as npt
+from trtseek_chat import Prompt
+from trtseek_stream import Detokenizer, StopFinder
+from trtseek_text import Tokenizer
+
+Arrays = dict[str, npt.NDArray[Any]]
+
+# Outputs that belong to tokens, and are put end to end: the axis of the tokens.
+PER_TOKEN = {"output_log_probs": 2, "generation_logits": 2}
+
+
+class Sequence:
+    """One of the sequences that a prompt is answered with."""
+
+    def __init__(self, tokenizer: Tokenizer, prompt: Prompt) -> None:
+        self.detokenizer = Detokenizer(tokenizer, prompt.ids)
+        self.finder = StopFinder(prompt.stops)
+        self.text = prompt.text if prompt.repeats else ""
+        self.others: dict[str, list[npt.NDArray[Any]]] = {}
+        self.unsaid = self.text
+        self.answered = False
+
+    def add(self, arrays: Arrays, wanted: tuple[str, ...]) -> None:
+        length = int(arrays["sequence_length"].reshape(-1)[0])
+        self._say(self.finder.add(self.detokenizer.add(arrays["output_ids"].reshape(-1)[:length].tolist())))
+        for name in wanted:
+            if name in arrays:
+                self.others.setdefault(name, []).append(arrays[name])
+
+    def finish(self) -> None:
+        self._say(self.finder.add(self.detokenizer.finish()))
+        if not self.finder.found:
+            self._say(self.finder.finish())
+
+    def take(self, *, whole: bool) -> tuple[str, Arrays]:
+        """What is to be said: the text since the last time, or the whole of it."""
+        text = self.text if whole else self.unsaid
+        arrays = {
+            name: np.concatenate(parts, PER_TOKEN[name]) if name in PER_TOKEN else parts[-1]
+            for name, parts in self.others.items()
+        }
+        self.unsaid, self.others, self.answered = "", {}, True
+        return text, arrays
+
+    def _say(self, text: str) -> None:
+        self.text += text
+        self.unsaid += text
+
+
+class Answer:
+    """All sequences of one prompt. `accumulates`: each response of a stream repeats the text so far."""
+
+    def __init__(self, tokenizer: Tokenizer, prompt: Prompt, *, row: int, accumulates: bool) -> None:
+        self._tokenizer, self._prompt, self._row, self._accumulates = tokenizer, prompt, row, accumulates
+        self._sequences: dict[int, Sequence] = {}
+
+    @property
+    def outputs(self) -> list[str]:
+        """What to ask of `tensorrt_llm`."""
+        return ["output_ids", "sequence_length", "sequence_index", *self._prompt.wanted]
+
+    @property
+    def stopped(self) -> bool:
+        """Whether every sequence has met a stop string: what is still generated is for nobody."""
+        return bool(self._sequences) and all(sequence.finder.found for sequence in self._sequences.values())
+
+    def add(self, arrays: Arrays) -> list[Arrays]:
+        """The responses that a response of `tensorrt_llm` leads to: none while nothing new is certain."""
+        index = int(arrays["sequence_index"].reshape(-1)[0])
+        sequence = self._sequences.setdefault(index, Sequence(self._tokenizer, self._prompt))
+        if not sequence.finder.found:
+            sequence.add(arrays, self._prompt.wanted)
+        return [self._respond(index)] if self._prompt.streams and sequence.unsaid else []
+
+    def finish(self) -> list[Arrays]:
+        """The responses when `tensorrt_llm` has said all."""
+        responses = []
+        for index, sequence in sorted(self._sequences.items()):
+            sequence.finish()
+            if sequence.unsaid or sequence.others or not sequence.answered:
+                responses.append(self._respond(index))
+        return responses
+
+    def _respond(self, index: int) -> Arrays:
+        text, arrays = self._sequences[index].take(whole=self._accumulates or not self._prompt.streams)
+        return {
+            "text_output": np.array([text.encode()], np.object_),
+            "batch_index": np.array([[self._row]], np.int32),
+            "sequence_index": np.array([[index]], np.int32),
+            **arrays,
+        }

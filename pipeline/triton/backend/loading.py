@@ -1,0 +1,207 @@
+"""From an emitted model's parameters to a runner: what belongs together is checked, then the network is made to run.
+
+On a machine without a GPU, the network is written again from the packaged checkpoint and network.json, and runs in the
+interpreter; its digest must be the one that was proved and built.
+"""
+
+from __future__ import annotations
+
+import importlib.util
+import json
+from collections.abc import Mapping
+from dataclasses import dataclass, replace
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+from pipeline.errors import CompatibilityError, PackageError, TrtseekError
+from pipeline.runtime.limits import Limits
+
+if TYPE_CHECKING:
+    from pipeline.checkpoint.folder import CheckpointFolder
+    from pipeline.engine.description import EngineDescription
+    from pipeline.network.program import Program
+    from pipeline.network.spec import NetworkSpec
+    from pipeline.runtime.runner import Runner
+
+ENGINE_RUNNER = "pipeline.runtime.engine_runner"
+RUNNERS = ("auto", "engine", "interpreter")
+# Of the host's free memory, what the interpreter's pools may take: the page cache that holds the weights needs room.
+HOST_POOL_FRACTION = 0.25
+# A context step of the interpreter. Longer ones are no faster on a CPU, and whoever generates waits for them.
+HOST_STEP_TOKENS = 256
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Loaded:
+    """What the executor needs. `kind`: "engine" or "interpreter", with its mode."""
+
+    runner: Runner
+    limits: Limits
+    vocab_size: int
+    kind: str
+
+
+def load_model(folder: Path, parameters: Mapping[str, str]) -> Loaded:
+    """The runner of the model whose own folder is `folder`; path parameters are relative to it.
+
+    Raises PackageError where engine, checkpoint and proof do not belong together, CompatibilityError where the runner
+    that is asked for cannot be had.
+    """
+    if problems := check_model(folder, parameters):
+        raise PackageError("; ".join(problems), hint="package the engine again")
+    kind = pick_runner(parameters.get("runner", "auto"))
+    if kind == "engine":
+        return _load_engine(folder, parameters)
+    return _load_interpreter(folder, parameters)
+
+
+def check_model(folder: Path, parameters: Mapping[str, str]) -> list[str]:
+    """What is wrong with the model's files, as far as their descriptions and sizes tell; nothing large is read."""
+    problems: list[str] = []
+    engine = _read_json(folder / parameters["gpt_model_path"] / "engine.json", problems)
+    network = _read_json(folder / parameters["network_path"], problems)
+    proved = parameters["network_digest"]
+    for name, document, key in (("engine.json", engine, "network_digest"), ("network.json", network, "digest")):
+        if document is not None and document.get(key) != proved:
+            problems.append(f"{name} is of network {document.get(key)}, the repository of {proved}")
+    if engine is not None:
+        if engine["digest"] != parameters["engine_digest"]:
+            problems.append(f"engine.json is of engine {engine['digest']}, not {parameters['engine_digest']}")
+        _check_file(folder / parameters["gpt_model_path"] / engine["file"], engine["nbytes"], problems)
+        checkpoint = folder / parameters["checkpoint_path"]
+        for name in engine["sources"]:
+            _check_file(checkpoint / name, None, problems)
+    return problems
+
+
+def pick_runner(wanted: str) -> str:
+    """ "engine" or "interpreter": where there is a GPU, `auto` is the engine, never quietly the interpreter."""
+    if wanted not in RUNNERS:
+        raise CompatibilityError(f"parameter runner is {wanted!r}", hint=f"one of {', '.join(RUNNERS)}")
+    if wanted != "auto":
+        return wanted
+    import torch
+
+    return "engine" if torch.cuda.is_available() else "interpreter"
+
+
+def rebuild_program(checkpoint: CheckpointFolder, spec: NetworkSpec, digest: str) -> Program:
+    """The network, written again and read back. Raises PackageError where it is not the one of that digest."""
+    import tensorrt_rtx as trt
+
+    from pipeline.network.network import build_network
+    from pipeline.network.readback import read_network
+
+    network = trt.Builder(trt.Logger(trt.Logger.ERROR)).create_network(0)
+    program = read_network(build_network(trt, network, spec, checkpoint.architecture, checkpoint))
+    if (found := program.digest()) != digest:
+        raise PackageError(
+            f"the network of {checkpoint.path} is {found}, and the one that was proved is {digest}",
+            hint="it was packaged by another version of trtseek, or its checkpoint was changed: package it again",
+        )
+    return program
+
+
+def _load_engine(folder: Path, parameters: Mapping[str, str]) -> Loaded:
+    from pipeline.checkpoint.folder import CheckpointFolder
+    from pipeline.digest import digest_file
+
+    if importlib.util.find_spec(ENGINE_RUNNER) is None:
+        raise CompatibilityError(
+            "this version of trtseek does not run engines on a GPU",
+            hint="set the parameter `runner` of tensorrt_llm to `interpreter` to serve from the CPU",
+        )
+    description = _describe(folder, parameters)
+    engine = (folder / parameters["gpt_model_path"] / description.file).resolve()
+    if (found := digest_file(engine)) != description.digest:
+        raise PackageError(f"{engine} is {found}, engine.json says {description.digest}", hint="copy the package again")
+    architecture = CheckpointFolder.open((folder / parameters["checkpoint_path"]).resolve()).architecture
+    runner: Any = importlib.import_module(ENGINE_RUNNER).EngineRunner(engine, description)
+    fraction = float(parameters.get("kv_cache_free_gpu_mem_fraction", "0.9"))
+    blocks = min(runner.count_blocks(fraction), _count_wanted(description, parameters))
+    limits = Limits.of_engine(description.limits, blocks)
+    return Loaded(runner=runner, limits=limits, vocab_size=architecture.vocab_size, kind="engine")
+
+
+def _load_interpreter(folder: Path, parameters: Mapping[str, str]) -> Loaded:
+    from pipeline.checkpoint.folder import CheckpointFolder
+    from pipeline.network import inputs
+    from pipeline.runtime.runner import InterpreterRunner
+
+    description = _describe(folder, parameters)
+    checkpoint = CheckpointFolder.open((folder / parameters["checkpoint_path"]).resolve())
+    program = rebuild_program(checkpoint, description.spec, parameters["network_digest"])
+    mode: Any = parameters.get("interpreter_mode", "fast")
+    runner = InterpreterRunner(program, mode=mode)
+    held = 4 if mode == "exact" else None
+    sizes = {"NB": 1}
+    block_bytes = sum(
+        _count(port.resolve(sizes)) * (held or {"float32": 4}.get(port.dtype, 2))
+        for port in inputs.pools(checkpoint.architecture, description.spec)
+    )
+    affordable = int(free_memory() * HOST_POOL_FRACTION) // block_bytes
+    blocks = min(_count_wanted(description, parameters), description.limits.max_blocks, affordable)
+    needed = description.limits.table_width(description.limits.max_seq_len) + 1
+    if blocks < needed:
+        raise CompatibilityError(
+            f"the KV pool would have {blocks} blocks, and one sequence of max_seq_len tokens needs {needed}",
+            hint="free memory, raise max_tokens_in_paged_kv_cache, or lower stages.build.max_seq_len",
+        )
+    limits = Limits.of_engine(description.limits, blocks)
+    step = min(limits.max_num_tokens, max(HOST_STEP_TOKENS, limits.max_batch_size))
+    return Loaded(
+        runner=runner,
+        limits=replace(limits, max_num_tokens=step),
+        vocab_size=checkpoint.architecture.vocab_size,
+        kind=f"interpreter, {mode} mode",
+    )
+
+
+def free_memory() -> int:
+    """Bytes that can be taken without swapping, on Linux."""
+    for line in Path("/proc/meminfo").read_text().splitlines():
+        if line.startswith("MemAvailable:"):
+            return int(line.split()[1]) * 1024
+    raise CompatibilityError("/proc/meminfo does not say how much memory is free")
+
+
+def _describe(folder: Path, parameters: Mapping[str, str]) -> EngineDescription:
+    from pipeline.engine.description import load_description
+
+    try:
+        return load_description(folder / parameters["gpt_model_path"])
+    except TrtseekError as error:
+        raise PackageError(error.message, hint="package the engine again") from None
+
+
+def _count_wanted(description: EngineDescription, parameters: Mapping[str, str]) -> int:
+    tokens = parameters.get("max_tokens_in_paged_kv_cache")
+    if tokens is None:
+        return description.limits.max_blocks
+    return 1 + int(tokens) // description.limits.block_size  # block 0 holds no token
+
+
+def _count(shape: tuple[int, ...]) -> int:
+    count = 1
+    for size in shape:
+        count *= size
+    return count
+
+
+def _read_json(path: Path, problems: list[str]) -> dict[str, Any] | None:
+    try:
+        document = json.loads(path.read_text(encoding="utf-8"))
+    except (OSError, ValueError) as error:
+        problems.append(f"{path.name}: {error}")
+        return None
+    if isinstance(document, dict):
+        return document
+    problems.append(f"{path.name} does not hold an object")
+    return None
+
+
+def _check_file(path: Path, nbytes: int | None, problems: list[str]) -> None:
+    if not path.is_file():
+        problems.append(f"{path.name} is missing")
+    elif nbytes is not None and path.stat().st_size != nbytes:
+        problems.append(f"{path.name} has {path.stat().st_size} bytes, engine.json says {nbytes}")

@@ -1,0 +1,146 @@
+"""The `tensorrt_llm` model in a Triton stub: requests in, the executor in between, replies out."""
+
+from __future__ import annotations
+
+import threading
+import time
+from collections.abc import Mapping
+from functools import partial
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+from pipeline.errors import TrtseekError
+from pipeline.runtime.errors import RequestError, ServingError
+from pipeline.runtime.executor import Executor, ExecutorSettings
+from pipeline.runtime.request import Priority
+from pipeline.runtime.scheduler import Policy
+from pipeline.triton.backend.loading import load_model
+from pipeline.triton.backend.metrics import Metrics
+from pipeline.triton.backend.replies import Outbox, Reply
+from pipeline.triton.backend.requests import is_stop, name_tensor, read_requests, read_wanted
+from pipeline.triton.backend.stub import Stub
+
+if TYPE_CHECKING:
+    from pipeline.runtime.handle import Callback, Handle
+    from pipeline.runtime.request import Request
+
+# Asking whether a client has gone is a round trip of 50 microseconds: so often that it takes 5 % of a core at most,
+# and no oftener than a step of a few tokens takes.
+POLL_S, POLL_PER_REPLY_S = 0.03, 0.001
+PUBLISH_S = 0.5
+# Triton gives a model's process so long to end; requests in flight have ended before, or the server was told to hurry.
+CLOSE_S = 5.0
+
+
+class Service:
+    """One model instance. `execute` returns at once; everything else happens on the service's own threads."""
+
+    def __init__(self, module: Any, folder: Path, parameters: Mapping[str, str], *, model: str, version: str) -> None:
+        """`module`: triton_python_backend_utils. `folder`: the model's own. Raises PackageError, CompatibilityError."""
+        self.stub = Stub(module)
+        self.log = module.Logger
+        self.loaded = load_model(folder, parameters)
+        self.executor = Executor(
+            self.loaded.runner, self.loaded.limits, vocab_size=self.loaded.vocab_size, settings=_settings(parameters)
+        )
+        limits = self.loaded.limits
+        self.executor.statistics.set(
+            max_requests=limits.max_batch_size, max_blocks=limits.num_blocks - 1, tokens_per_block=limits.block_size
+        )
+        self.metrics = Metrics(self.executor.statistics, module, model=model, version=version)
+        self._replies: dict[Reply, None] = {}
+        self._lock = threading.Lock()
+        self._closed = threading.Event()
+        self._outbox = Outbox(self.stub, lambda error: self.log.log_error(f"a response was not sent: {error!r}"))
+        self._attendant = threading.Thread(target=self._attend, name="attendant", daemon=True)
+        self.executor.start()
+        self._attendant.start()
+        self.log.log_info(
+            f"{model} serves by the {self.loaded.kind}: {limits.max_batch_size} sequences, "
+            f"{limits.num_blocks - 1} blocks of {limits.block_size} tokens"
+        )
+
+    def execute(self, requests: list[Any]) -> None:
+        for request in requests:
+            sender = request.get_response_sender()
+            try:
+                self._accept(request, sender)
+            except TrtseekError as error:
+                self.stub.send_error(sender, error)
+                self.stub.send_final(sender)
+            except Exception as error:  # an answer is owed, whatever went wrong: without one a client waits for ever
+                self.log.log_error(f"a request was not understood: {error!r}")
+                self.stub.send_error(sender, ServingError(f"the request was not understood: {error!r}"))
+                self.stub.send_final(sender)
+
+    def close(self) -> None:
+        """Ends what runs; whoever still waits is told."""
+        self.executor.shutdown(drain=False)
+        self._outbox.close()
+        self._closed.set()
+        self._attendant.join(CLOSE_S)
+
+    def _accept(self, request: Any, sender: Any) -> None:
+        tensors, request_id = self.stub.read(request), str(request.request_id() or "")
+        if is_stop(tensors):
+            if not request_id:
+                raise RequestError("stop", "needs the id of the request that is to be stopped")
+            self._stop(request_id)
+            self.stub.send_final(sender)
+            return
+        if not self.executor.healthy:
+            raise ServingError("the executor has failed", hint="the model has to be loaded again")
+        requests = read_requests(
+            tensors,
+            request_id=request_id,
+            vocab_size=self.loaded.vocab_size,
+            parameters=self.stub.read_parameters(request),
+            timeout_us=int(request.timeout() or 0),
+        )
+        reply = Reply(sender, len(requests), request_id=request_id, wanted=read_wanted(tensors), on_done=self._forget)
+        with self._lock:
+            self._replies[reply] = None
+        for row, wanted in enumerate(requests):
+            reply.start(row, partial(self._submit, wanted), self._outbox)
+
+    def _submit(self, request: Request, on_update: Callback) -> Handle:
+        try:
+            return self.executor.submit(request, on_update)
+        except RequestError as error:
+            raise name_tensor(error) from None
+
+    def _stop(self, request_id: str) -> None:
+        with self._lock:
+            replies = [reply for reply in self._replies if reply.request_id == request_id]
+        for reply in replies:
+            reply.cancel()
+
+    def _forget(self, reply: Reply) -> None:
+        with self._lock:
+            self._replies.pop(reply, None)
+
+    def _attend(self) -> None:
+        """Ends the requests whose clients have gone, and publishes metrics."""
+        published = 0.0
+        while True:
+            with self._lock:
+                replies = list(self._replies)
+            for reply in replies:
+                if not reply.done and reply.sender.is_cancelled():
+                    reply.cancel()
+            now = time.monotonic()
+            if now - published >= PUBLISH_S:
+                self.metrics.publish()
+                published = now
+            if self._closed.wait(max(POLL_S, POLL_PER_REPLY_S * len(replies))):
+                return
+
+
+def _settings(parameters: Mapping[str, str]) -> ExecutorSettings:
+    """The executor's settings from the model's parameters, in TensorRT-LLM's spelling."""
+    waiting = int(parameters.get("max_queue_size", "0"))
+    return ExecutorSettings(
+        policy=Policy(parameters.get("batch_scheduler_policy", Policy.GUARANTEED_NO_EVICT.value)),
+        reuse_blocks=parameters.get("enable_kv_cache_reuse", "true").lower() == "true",
+        queue_limits=dict.fromkeys(Priority, waiting or None),
+    )

@@ -1,0 +1,97 @@
+"""A package that serves: a small checkpoint, converted and emitted, with a stand-in for the engine."""
+
+from __future__ import annotations
+
+import json
+from dataclasses import dataclass
+from functools import cached_property
+from pathlib import Path
+
+from pipeline.checkpoint.convert import convert_checkpoint
+from pipeline.checkpoint.folder import CheckpointFolder
+from pipeline.config.schema import Config
+from pipeline.digest import digest_file
+from pipeline.engine.description import BuildRecord, EngineDescription
+from pipeline.evaluation.forward import read_program
+from pipeline.network.program import Program
+from pipeline.network.spec import NetworkSpec
+from pipeline.runtime.generation import generate
+from pipeline.runtime.runner import InterpreterRunner
+from pipeline.stages.build import build_limits
+from pipeline.triton.repository import Repository, emit_repository
+from pipeline.workspace import FolderWorkspace
+
+BLOCK_SIZE = 16
+
+
+@dataclass(frozen=True)
+class Served:
+    """A package, and what its answers are compared with."""
+
+    repository: Repository
+    source: Path
+    checkpoint: CheckpointFolder
+    program: Program
+
+    def generate(self, prompts: list[list[int]], max_new_tokens: int) -> list[list[int]]:
+        """Greedy tokens of each prompt alone, by the interpreter without server or scheduler."""
+        return [
+            generate(self.runner, [prompt], max_new_tokens=max_new_tokens, block_size=BLOCK_SIZE, eos_token_ids=())[0]
+            for prompt in prompts
+        ]
+
+    @cached_property
+    def runner(self) -> InterpreterRunner:
+        return InterpreterRunner(self.program, mode="exact")
+
+
+def make_config(name: str = "served", **package: object) -> Config:
+    return Config(
+        name=name,
+        model={"path": Path("models/test")},
+        target={"gpu": "L4"},
+        stages={
+            "build": {"block_size": BLOCK_SIZE, "max_batch_size": 8, "max_seq_len": 256, "max_num_tokens": 128},
+            "package": {"interpreter_mode": "exact", **package},
+        },
+    )
+
+
+def serve_package(folder: Path, source: Path, config: Config | None = None) -> Served:
+    """Converts the Hugging Face folder `source` and emits it under `folder`."""
+    config = config or make_config()
+    checkpoint_path = folder / "checkpoint"
+    checkpoint_path.mkdir(parents=True)
+    convert_checkpoint(
+        CheckpointFolder.open(source), FolderWorkspace(checkpoint_path), dtype="float16", overflow="clip"
+    )
+    checkpoint = CheckpointFolder.open(checkpoint_path)
+    build = config.stages.build
+    spec = NetworkSpec(dtype="float16", block_size=build.block_size, max_seq_len=build.max_seq_len)
+    program = read_program(checkpoint, checkpoint.architecture, spec)
+    engine = folder / "engine"
+    engine.mkdir()
+    (engine / "model.engine").write_bytes(b"engine")
+    description = EngineDescription(
+        file="model.engine",
+        nbytes=6,
+        digest=digest_file(engine / "model.engine"),
+        backend="tensorrt_rtx",
+        backend_version="1.7.1.116",
+        sm=89,
+        network_digest=program.digest(),
+        spec=spec,
+        limits=build_limits(config),
+        inputs=(),
+        outputs=(),
+        profiles=(),
+        weights_bytes=None,
+        sources={file.name: digest_file(file) for file in checkpoint.files if file.suffix == ".safetensors"},
+        build=BuildRecord(seconds=0, peak_bytes=0, peak_anonymous_bytes=0),
+    )
+    (engine / "engine.json").write_text(description.to_json())
+    (engine / "network.json").write_text(json.dumps({"spec": json.loads(spec.to_json()), "digest": program.digest()}))
+    repository = emit_repository(
+        folder / "package", config=config, engine=engine, checkpoint=checkpoint_path, network=engine / "network.json"
+    )
+    return Served(repository, source, checkpoint, program)
