@@ -10,6 +10,7 @@ from __future__ import annotations
 import json
 import os
 import time
+import zlib
 from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
@@ -29,8 +30,8 @@ Identity = tuple[int, int, int, int]
 class DigestCache:
     """Digests of files by identity, in an append-only file of JSON lines.
 
-    One line is one short O_APPEND write, which several processes may do at once; a line torn by a kill does not parse
-    and is passed over, so the worst that damage can do is to have a file digested again.
+    One line is one short O_APPEND write, which several processes may do at once. It ends in its own checksum: a line
+    torn by a kill or flipped by a disk is passed over, so damage can do no worse than have a file digested again.
     """
 
     def __init__(self, path: Path) -> None:
@@ -42,7 +43,7 @@ class DigestCache:
 
     def remember(self, identity: Identity, digest: str) -> None:
         self._entries()[identity] = digest
-        line = json.dumps([*identity, digest]) + "\n"
+        line = json.dumps([*identity, digest, _checksum(identity, digest)]) + "\n"
         self.path.parent.mkdir(parents=True, exist_ok=True)
         descriptor = os.open(self.path, os.O_WRONLY | os.O_APPEND | os.O_CREAT, 0o644)
         try:
@@ -63,12 +64,15 @@ class DigestCache:
 
 def _parse_line(line: bytes) -> tuple[Identity, str] | None:
     try:
-        device, inode, size, mtime, digest = json.loads(line)
-        if not digest.startswith(PREFIX) or len(digest) != len(PREFIX) + 64:
-            return None
-        return (int(device), int(inode), int(size), int(mtime)), digest
+        device, inode, size, mtime, digest, checksum = json.loads(line)
+        identity = (int(device), int(inode), int(size), int(mtime))
+        return (identity, str(digest)) if checksum == _checksum(identity, digest) else None
     except (ValueError, TypeError, AttributeError):
         return None
+
+
+def _checksum(identity: Identity, digest: str) -> int:
+    return zlib.crc32(f"{identity} {digest}".encode())
 
 
 _cache: DigestCache | None = None

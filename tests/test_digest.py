@@ -102,7 +102,21 @@ def test_cache_outlives_the_process_and_torn_lines(tmp_path, cache):
         file.write(b'[1, 2, 3, 4, "blake3:torn')
     digest_file(paths[1])
     with open(cache, "ab") as file:
-        file.write(b'not json\n{"a": 1}\n[1, 2, 3, 4, 5]\n' + json.dumps([1, 2, 3, 4, "sha1:" + "0" * 64]).encode())
+        file.write(b'not json\n{"a": 1}\n[1, 2, 3, 4, 5]\n' + json.dumps([1, 2, 3, 4, expect(b""), 0]).encode())
     set_digest_cache(None)
     set_digest_cache(cache)
     assert [cached_digest(path) for path in paths] == [expect(b"a"), expect(b"b"), None]
+
+
+def test_any_flipped_bit_of_a_line_is_noticed(tmp_path, cache):
+    path = write_old(tmp_path / "f", b"one")
+    digest_file(path)
+    good = cache.read_bytes()
+    for position in range(1, len(good) - 1):
+        for bit in (1, 4, 16):
+            bad = bytearray(good)
+            bad[position] ^= bit
+            cache.write_bytes(bad)
+            set_digest_cache(None)
+            set_digest_cache(cache)
+            assert cached_digest(path) in (None, expect(b"one"))

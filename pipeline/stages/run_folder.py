@@ -6,19 +6,19 @@ no link to an older package beside it. The artifacts themselves stay in the stor
 
 from __future__ import annotations
 
-import json
 import os
 import uuid
 from typing import TYPE_CHECKING, Any
 
 from pipeline.errors import StoreError
 from pipeline.stages.disk import explain_disk_errors
-from pipeline.stages.roots import register
+from pipeline.stages.roots import RUN, register
+from pipeline.stages.sealed import seal, unseal
 
 if TYPE_CHECKING:
     from pathlib import Path
 
-FORMAT = 1
+FORMAT = 2
 
 
 class RunFolder:
@@ -32,7 +32,7 @@ class RunFolder:
     def read(self) -> dict[str, Any]:
         """`stages` of run.json; empty where there was no run, or none that can be read."""
         try:
-            document = json.loads((self.path / "run.json").read_bytes())
+            document = unseal((self.path / RUN).read_bytes())
             return dict(document["stages"]) if document["format"] == FORMAT else {}
         except (OSError, ValueError, KeyError, TypeError):
             return {}
@@ -42,8 +42,8 @@ class RunFolder:
         with explain_disk_errors(self.path):
             self.path.mkdir(parents=True, exist_ok=True)
             draft = self.path / f".run-{uuid.uuid4().hex}"
-            draft.write_text(json.dumps({"format": FORMAT, "name": name, "stages": stages}, indent=1) + "\n")
-            draft.rename(self.path / "run.json")
+            draft.write_text(seal({"format": FORMAT, "name": name, "stages": stages}), encoding="utf-8")
+            draft.rename(self.path / RUN)
 
     def link(self, name: str, target: Path) -> None:
         """Points `name` at `target` with a relative link, so that the output folder can be moved as a whole."""
