@@ -15,6 +15,8 @@ from typing import TYPE_CHECKING
 from pipeline.digest import digest_file
 from pipeline.engine.backends import find_backend
 from pipeline.engine.description import (
+    FULL,
+    STRIPPED,
     BuildRecord,
     EngineDescription,
     ProfileDescription,
@@ -24,6 +26,7 @@ from pipeline.engine.description import (
 from pipeline.engine.engine_file import EngineFile, inspect_engine
 from pipeline.engine.limits import BuildLimits
 from pipeline.engine.process import read_kilobytes, run_worker
+from pipeline.engine.refit_list import REFIT_LIST, load_refit_list
 from pipeline.errors import BuildError
 from pipeline.network.inputs import Port, network_inputs, network_outputs
 from pipeline.network.spec import NetworkSpec
@@ -36,6 +39,8 @@ NETWORK_FACTORY = "pipeline.network.network:build_network"
 # Anonymous memory of the build process, measured with TensorRT-RTX 1.7: two copies of the weights in the builder, one
 # more of INT4 weights in the network, which transposes them (2.6 in all for a 1.3B INT4 model), and its own half GB.
 _COPIES, _OWN_BYTES = 2.7, 500_000_000
+# Without weights: the compiler's own objects, for each profile of each layer, and those of each refit.
+_STRIPPED_BYTES, _STRIPPED_BYTES_PER_LAYER = 600_000_000, 60_000_000
 
 
 def build_engine(
@@ -48,13 +53,17 @@ def build_engine(
     output: Path,
     log: Path,
     progress: Progress = SILENT,
+    weights: str = FULL,
+    weight_streaming: bool = False,
     factory: str = NETWORK_FACTORY,
 ) -> EngineDescription:
     """Builds `output` (an .engine file) and engine.json beside it from an engine checkpoint.
 
-    sm: the target's compute capability, 80 for 8.0. log: TensorRT's messages, appended. factory: "module:function" with
-    build_network's signature. Raises BuildError with TensorRT's own words and the layer's name where it refuses the
-    network, CheckpointError where the checkpoint cannot be read, StoreError where the disk is full.
+    sm: the target's compute capability, 80 for 8.0. log: TensorRT's messages, appended. weights: "full", or "stripped",
+    which leaves them to a refit and writes refit.json; weight_streaming lets a runner keep weights in host memory.
+    factory: "module:function" with build_network's signature, for full weights. Raises BuildError with TensorRT's own
+    words and the layer's name where it refuses the network, CheckpointError where the checkpoint cannot be read,
+    StoreError where the disk is full.
     """
     from pipeline.checkpoint.folder import CheckpointFolder
 
@@ -63,6 +72,7 @@ def build_engine(
     output.parent.mkdir(parents=True, exist_ok=True)
     log.parent.mkdir(parents=True, exist_ok=True)
     partial = output.with_name(f".{output.name}.partial")
+    refit_list = output.with_name(f".{REFIT_LIST}.partial")
     request = {
         "backend": backend,
         "checkpoint": str(checkpoint.resolve()),
@@ -70,10 +80,12 @@ def build_engine(
         "limits": limits.to_json(),
         "sm": sm,
         "engine": str(partial),
+        "refit_list": str(refit_list) if weights == STRIPPED else None,
+        "weight_streaming": weight_streaming,
         "log": str(log),
         "factory": factory,
     }
-    needed = estimate_build_bytes(source)
+    needed = estimate_build_bytes(source, weights)
     _warn_about_memory(needed, progress)
     began = time.monotonic()
     try:
@@ -101,18 +113,23 @@ def build_engine(
             inputs=tuple(map(_describe_port, inputs)),
             outputs=tuple(map(_describe_port, outputs)),
             profiles=_describe_profiles(limits, inputs, engine),
-            weights_bytes=engine.weights_bytes if engine else None,
+            weights_bytes=_count_weights(engine, refit_list) if engine else None,
             sources=_digest_sources(source),
             build=record,
+            weights=weights,
+            weight_streaming=weight_streaming,
         )
-        _put_in_place(partial, output, description)
+        _put_in_place(partial, output, refit_list, description)
     finally:
         partial.unlink(missing_ok=True)
+        refit_list.unlink(missing_ok=True)
     return description
 
 
-def estimate_build_bytes(source: CheckpointFolder) -> int:
+def estimate_build_bytes(source: CheckpointFolder, weights: str = FULL) -> int:
     """Memory that building from this checkpoint takes, in bytes, beside the mapped weight files."""
+    if weights == STRIPPED:
+        return _STRIPPED_BYTES + source.architecture.num_layers * _STRIPPED_BYTES_PER_LAYER
     return int(_COPIES * sum(info.nbytes for info in source.tensors.values())) + _OWN_BYTES
 
 
@@ -137,6 +154,11 @@ def _check_engine(engine: EngineFile, sm: int, limits: BuildLimits, ports: Seque
     for problem, is_there in problems.items():
         if is_there:
             raise BuildError(f"the engine that TensorRT wrote {problem}", hint="report this with the build log")
+
+
+def _count_weights(engine: EngineFile, refit_list: Path) -> int:
+    """Bytes of weights on the GPU: those in the file, and those that a refit brings."""
+    return engine.weights_bytes + (load_refit_list(refit_list).nbytes if refit_list.exists() else 0)
 
 
 def _describe_port(port: Port) -> TensorDescription:
@@ -167,7 +189,7 @@ def _digest_sources(source: CheckpointFolder) -> dict[str, str]:
     return {path.name: digest_file(path) for path in files}
 
 
-def _put_in_place(partial: Path, output: Path, description: EngineDescription) -> None:
+def _put_in_place(partial: Path, output: Path, refit_list: Path, description: EngineDescription) -> None:
     """The description last: an engine without one is not finished."""
     beside = output.with_name("engine.json")
     temporary = output.with_name(".engine.json.partial")
@@ -177,4 +199,8 @@ def _put_in_place(partial: Path, output: Path, description: EngineDescription) -
         os.fsync(file.fileno())
     beside.unlink(missing_ok=True)
     os.replace(partial, output)
+    if description.weights == STRIPPED:
+        os.replace(refit_list, output.with_name(REFIT_LIST))
+    else:
+        output.with_name(REFIT_LIST).unlink(missing_ok=True)
     os.replace(temporary, beside)

@@ -14,6 +14,7 @@ from pipeline.network.spec import NetworkSpec
 
 FORMAT = 1
 DESCRIPTION = "engine.json"
+FULL, STRIPPED = "full", "stripped"
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -60,7 +61,8 @@ class EngineDescription:
     """All that is known about a built engine.
 
     sources: digest of each checkpoint file that went in, by its name. weights_bytes: on the GPU, None where the engine
-    file is not readable (`tensorrt`).
+    file is not readable (`tensorrt`). weights: "full", or "stripped" where refit.json beside the engine lists what it
+    still lacks. weight_streaming: whether a runner may leave a part of the weights in host memory.
     """
 
     file: str
@@ -78,6 +80,8 @@ class EngineDescription:
     weights_bytes: int | None
     sources: Mapping[str, str]
     build: BuildRecord
+    weights: str = FULL
+    weight_streaming: bool = False
 
     @property
     def workspace_bytes(self) -> int | None:

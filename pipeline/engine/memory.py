@@ -14,6 +14,7 @@ from fnmatch import translate
 from typing import TYPE_CHECKING
 
 from pipeline.checkpoint.layouts import list_kinds
+from pipeline.checkpoint.layouts.scales import BLOCK, count_blocks
 from pipeline.engine.kernels import DTYPE_BYTES, plan_workspace
 from pipeline.engine.limits import BuildLimits, Profile, Rectangle
 from pipeline.engine.workspace import Workspace
@@ -29,6 +30,8 @@ if TYPE_CHECKING:
 RESERVE_BYTES = 1 << 30
 GROUP_SIZES = (128, 64, 32)
 _FLOAT32 = 4
+# Roles of the linears that DeepSeek ships in FP8 blocks.
+FP8_ROLES = ("experts", "shared_experts", "mlp", "attention_output", "attention_input", "attention_latent")
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -76,14 +79,21 @@ class Fit:
 
 
 def plan_memory(
-    architecture: Architecture, *, dtype: str, limits: BuildLimits, int4: Int4Rules | None = None, moe: str = "dense"
+    architecture: Architecture,
+    *,
+    dtype: str,
+    limits: BuildLimits,
+    int4: Int4Rules | None = None,
+    fp8: bool = False,
+    moe: str = "dense",
 ) -> MemoryPlan:
-    """What an engine of these limits needs. dtype: of 16/32-bit weights, activations and the KV cache."""
+    """What an engine of these limits needs. dtype: of 16/32-bit weights, activations and the KV cache. fp8: linears stay
+    in the source's FP8 blocks."""
     spec = NetworkSpec(dtype=dtype, max_seq_len=limits.max_seq_len, block_size=limits.block_size, moe=moe)
     profiles = limits.profiles()
     per_token = _kv_bytes_per_token(architecture, dtype)
     return MemoryPlan(
-        weights_bytes=estimate_weights(architecture, dtype=dtype, max_seq_len=limits.max_seq_len, int4=int4),
+        weights_bytes=estimate_weights(architecture, dtype=dtype, max_seq_len=limits.max_seq_len, int4=int4, fp8=fp8),
         workspaces=tuple((profile, _plan(architecture, profile, spec)) for profile in profiles),
         kv_bytes_per_token=per_token,
         kv_bytes_per_block=per_token * limits.block_size,
@@ -99,6 +109,7 @@ def fit_batches(
     dtype: str,
     limits: BuildLimits,
     int4: Int4Rules | None = None,
+    fp8: bool = False,
     moe: str = "dense",
 ) -> tuple[Fit, ...]:
     """The largest batch for each length from 1K doubling up to max_seq_len, if the engine were built for just that.
@@ -106,20 +117,26 @@ def fit_batches(
     Keeps the limits' rows per context step; a context step holds no more sequences than the limits allow it.
     """
     fits = []
-    weights = estimate_weights(architecture, dtype=dtype, max_seq_len=limits.max_seq_len, int4=int4)
+    weights = estimate_weights(architecture, dtype=dtype, max_seq_len=limits.max_seq_len, int4=int4, fp8=fp8)
     for length in _lengths(limits.max_seq_len):
         needs = _Needs(architecture=architecture, dtype=dtype, limits=limits, moe=moe, weights=weights, length=length)
         fits.append(Fit(length=length, batch=_find_largest(needs.nbytes, gpu_bytes)))
     return tuple(fits)
 
 
-def estimate_weights(architecture: Architecture, *, dtype: str, max_seq_len: int, int4: Int4Rules | None = None) -> int:
+def estimate_weights(
+    architecture: Architecture, *, dtype: str, max_seq_len: int, int4: Int4Rules | None = None, fp8: bool = False
+) -> int:
     """Bytes of weights that the engine file will state, RoPE's tables among them."""
     e = DTYPE_BYTES[dtype]
     total = 0
     for kind in list_kinds(architecture):
         mapping = kind.first
         if mapping.optional:
+            continue
+        if fp8 and mapping.role in FP8_ROLES and len(mapping.target_shape) == 2:
+            blocks = math.prod(count_blocks(mapping.target_shape))
+            total += count * blocks * (BLOCK * BLOCK + _FLOAT32)  # the last ones are filled up
             continue
         elements, quantized = math.prod(mapping.target_shape), 0
         group = int4.pick_group(mapping.role, mapping.target_shape) if int4 else None

@@ -21,6 +21,9 @@ _REGION = re.compile(
     rb" unified=\w+( constant=true)? \}"
 )
 _ACCELERATORS = re.compile(rb"accelerators=\{([^}]*)\}")
+_INPUTS = re.compile(rb"^  inputs=\{([^}\n]*)\}", re.M)
+# What an engine without weights calls a constant that a refit brings.
+_LATER_CONSTANT = re.compile(rb"_constant[A-Z]\w*___mye")
 _TENSOR = re.compile(rb'^  tensor=\{[^\n]*? dims=\{ ([^}]*)\}[^\n]*? name="([^"\n]*)"[^\n]*? region="([^"\n]*)"', re.M)
 _TYPE = re.compile(rb" type=(\w+)")
 _KERNEL = re.compile(rb'^  (\w+)=\{ name=("[^"\n]*"|\S+)', re.M)
@@ -65,7 +68,8 @@ class Graph:
 def read_graphs(data: bytes | mmap.mmap, start: int, stop: int) -> Iterator[Graph]:
     """The graphs in `data[start:stop]`, in the order of the engine's profiles.
 
-    The small graphs of single fused GEMMs, which name no target of their own (`accelerators={*}`), are passed over.
+    Passed over are the small graphs of single fused GEMMs, which name no target of their own (`accelerators={*}`), and
+    those of an engine without weights that lay out one constant each when a refit brings it.
     """
     position = data.find(b"header {\n", start, stop)
     while position >= 0:
@@ -73,9 +77,16 @@ def read_graphs(data: bytes | mmap.mmap, start: int, stop: int) -> Iterator[Grap
         end = stop if end < 0 else end
         text = data[position:end]
         accelerators = _ACCELERATORS.search(text)
-        if accelerators and accelerators[1].strip() not in (b"", b"*"):
+        named = accelerators is not None and accelerators[1].strip() not in (b"", b"*")
+        if accelerators and named and not _lays_out_constants(text):
             yield _parse_graph(text, accelerators[1])
         position = data.find(b"header {\n", end, stop)
+
+
+def _lays_out_constants(text: bytes) -> bool:
+    inputs = _INPUTS.search(text)
+    names = inputs[1].split() if inputs else []
+    return bool(names) and all(_LATER_CONSTANT.search(name) for name in names)
 
 
 def _parse_graph(text: bytes, accelerators: bytes) -> Graph:

@@ -12,51 +12,21 @@ import json
 import os
 import signal
 import sys
-import time
 import traceback
 from pathlib import Path
 from typing import IO, Any
 
 from pipeline.engine.backends import Backend, find_backend
+from pipeline.engine.callbacks import EngineWriter, Events, make_logger, make_monitor, make_stream
 from pipeline.engine.diagnostics import diagnose
 from pipeline.engine.limits import BuildLimits
+from pipeline.engine.refit_list import RefitList
 from pipeline.errors import BuildError, StoreError, TrtseekError
 
 _PR_SET_PDEATHSIG = 1
-# The phase that takes the time: five steps for every optimization profile.
-_COMPILING = "Computing profile costs"
-
-
-class Events:
-    """JSON lines to the parent."""
-
-    def __init__(self, descriptor: int) -> None:
-        self._descriptor = descriptor
-
-    def send(self, event: str, **values: Any) -> None:
-        os.write(self._descriptor, (json.dumps({"event": event, **values}) + "\n").encode())
-
-
-class EngineWriter:
-    """Writes the stream of a build to a file. `error` keeps what went wrong, since TensorRT swallows exceptions."""
-
-    def __init__(self, file: IO[bytes], events: Events) -> None:
-        self.file, self.events = file, events
-        self.nbytes = 0
-        self.error: OSError | None = None
-
-    def write(self, data: bytes) -> int:
-        """Bytes written: fewer than given tell TensorRT to give up."""
-        try:
-            self.file.write(data)
-        except OSError as error:
-            self.error = error
-            return 0
-        if not self.nbytes:
-            self.events.send("phase", item="write", total=0, unit="B")
-        self.nbytes += len(data)
-        self.events.send("advance", amount=len(data))
-        return len(data)
+# Builder flags: for weights that a refit brings, each under its own name; for weights that may stay on the host.
+STRIPPED = ("STRIP_PLAN", "REFIT_INDIVIDUAL")
+STREAMED = ("WEIGHT_STREAMING",)
 
 
 def run(request: dict[str, Any], log: IO[str], events: Events) -> None:
@@ -73,21 +43,22 @@ def run(request: dict[str, Any], log: IO[str], events: Events) -> None:
     limits = BuildLimits.from_json(request["limits"])
     source = CheckpointFolder.open(Path(request["checkpoint"]))
     errors: list[str] = []
-    logger = _make_logger(trt, log, errors)
+    logger = make_logger(trt, log, errors)
     builder = trt.Builder(logger)
     network = builder.create_network(0)
-    events.send("phase", item="lay out the network", total=1, unit="networks")
     try:
-        built = _find_factory(request["factory"])(trt, network, spec, source.architecture, source)
+        built = _lay_out(request, trt, network, spec, source, events)
         digest = read_network(built).digest()
     except TrtseekError:
         raise
     except Exception as error:  # the bindings raise whatever they like once TensorRT has refused a layer
         log.write(traceback.format_exc())
         raise _refusal(network, [*errors, f"{type(error).__name__}: {error}"]) from error
-    events.send("advance", amount=1)
+    if request["refit_list"]:
+        constants = tuple(built.placeholders.values())
+        _write_refit_list(Path(request["refit_list"]), RefitList(network_digest=digest, constants=constants))
     ports = network_inputs(source.architecture, spec)
-    config = _configure(trt, backend, builder, request["sm"], limits, ports, events)
+    config = _configure(trt, backend, builder, request, limits, ports, events)
     writer = _compile(trt, builder, network, config, Path(request["engine"]), events, errors)
     events.send(
         "done",
@@ -97,12 +68,45 @@ def run(request: dict[str, Any], log: IO[str], events: Events) -> None:
     )
 
 
+def _lay_out(request: dict[str, Any], trt: Any, network: Any, spec: Any, source: Any, events: Events) -> Any:
+    """The network, filled. Without weights, each is read once for its digest, and none is held."""
+    if not request["refit_list"]:
+        events.send("phase", item="lay out the network", total=1, unit="networks")
+        built = _find_factory(request["factory"])(trt, network, spec, source.architecture, source)
+        events.send("advance", amount=1)
+        return built
+    from pipeline.network.network import build_stripped_network
+
+    total = sum(info.nbytes for info in source.tensors.values())
+    events.send("phase", item="digest the weights", total=total, unit="B")
+    return build_stripped_network(
+        trt,
+        network,
+        spec,
+        source.architecture,
+        source,
+        on_bytes=lambda nbytes: events.send("advance", amount=nbytes),
+    )
+
+
+def _write_refit_list(path: Path, refit: RefitList) -> None:
+    try:
+        with open(path, "w", encoding="utf-8") as file:
+            file.write(refit.to_json())
+            file.flush()
+            os.fsync(file.fileno())
+    except OSError as error:
+        raise _unwritable(path, "the refit list", error) from error
+
+
 def _configure(
-    trt: Any, backend: Backend, builder: Any, sm: int, limits: BuildLimits, ports: Any, events: Events
+    trt: Any, backend: Backend, builder: Any, request: dict[str, Any], limits: BuildLimits, ports: Any, events: Events
 ) -> Any:
     config = builder.create_builder_config()
-    backend.set_target(trt, config, sm)
-    config.progress_monitor = _make_monitor(trt, events)
+    backend.set_target(trt, config, request["sm"])
+    for flag in (*(STRIPPED if request["refit_list"] else ()), *(STREAMED if request["weight_streaming"] else ())):
+        config.set_flag(getattr(trt.BuilderFlag, flag))
+    config.progress_monitor = make_monitor(trt, events)
     for limit in limits.profiles():
         profile = builder.create_optimization_profile()
         for name, (minimum, optimum, maximum) in limit.shapes(ports).items():
@@ -120,20 +124,24 @@ def _compile(
     try:
         with open(path, "wb") as file:
             writer = EngineWriter(file, events)
-            succeeded = builder.build_serialized_network_to_stream(network, config, _make_stream(trt, writer))
+            succeeded = builder.build_serialized_network_to_stream(network, config, make_stream(trt, writer))
             if writer.error:
                 raise writer.error
             if succeeded:
                 file.flush()
                 os.fsync(file.fileno())
     except OSError as error:
-        raise StoreError(
-            f"{path}: the engine cannot be written: {error.strerror or error}",
-            hint="free space on that disk, or choose another output folder",
-        ) from error
+        raise _unwritable(path, "the engine", error) from error
     if not succeeded or not writer.nbytes:
         raise _refusal(network, errors)
     return writer
+
+
+def _unwritable(path: Path, what: str, error: OSError) -> StoreError:
+    return StoreError(
+        f"{path}: {what} cannot be written: {error.strerror or error}",
+        hint="free space on that disk, or choose another output folder",
+    )
 
 
 def _refusal(network: Any, errors: list[str]) -> BuildError:
@@ -145,54 +153,6 @@ def _refusal(network: Any, errors: list[str]) -> BuildError:
 def _find_factory(name: str) -> Any:
     module, _, function = name.partition(":")
     return getattr(importlib.import_module(module), function)
-
-
-# TensorRT's callback classes can only be subclassed once its module is imported.
-def _make_logger(trt: Any, log: IO[str], errors: list[str]) -> Any:
-    began = time.monotonic()
-
-    class Logger(trt.ILogger):  # type: ignore[misc]
-        def __init__(self) -> None:
-            trt.ILogger.__init__(self)
-
-        def log(self, severity: Any, message: str) -> None:
-            if severity <= trt.ILogger.Severity.ERROR:
-                errors.append(message)
-            if severity <= trt.ILogger.Severity.INFO:
-                log.write(f"{time.monotonic() - began:9.3f} {severity.name:8} {message}\n")
-
-    return Logger()
-
-
-def _make_monitor(trt: Any, events: Events) -> Any:
-    class Monitor(trt.IProgressMonitor):  # type: ignore[misc]
-        def __init__(self) -> None:
-            trt.IProgressMonitor.__init__(self)
-
-        def phase_start(self, phase: str, parent: str | None, steps: int) -> None:
-            if phase == _COMPILING:
-                events.send("phase", item="compile", total=steps, unit="steps")
-
-        def step_complete(self, phase: str, step: int) -> bool:
-            if phase == _COMPILING:
-                events.send("advance", amount=1)
-            return True
-
-        def phase_finish(self, phase: str) -> None:
-            pass
-
-    return Monitor()
-
-
-def _make_stream(trt: Any, writer: EngineWriter) -> Any:
-    class Stream(trt.IStreamWriter):  # type: ignore[misc]
-        def __init__(self) -> None:
-            trt.IStreamWriter.__init__(self)
-
-        def write(self, data: bytes, *_: Any) -> int:
-            return writer.write(data)
-
-    return Stream()
 
 
 def main(arguments: list[str]) -> int:

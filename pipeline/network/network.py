@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any
 
@@ -51,14 +52,16 @@ def build_stripped_network(
     spec: NetworkSpec,
     architecture: Architecture,
     source: TensorSource,
+    *,
     visit: Visitor | None = None,
+    on_bytes: Callable[[int], object] = lambda _: None,
 ) -> Network:
     """As `build_network`, with the checkpoint's constants as named placeholders, whose weights a refit brings.
 
     Reads every weight once, in the network's order, and holds one constant at a time, or one expert of a stack. `visit`
-    is shown each, whole.
+    is shown each, whole; `on_bytes` is told of their bytes as they pass.
     """
-    taken = Placeholders(source, visit)
+    taken = Placeholders(source, visit, on_bytes)
     graph = Graph(trt=trt, network=network, dtype=spec.dtype, placeholders=taken)
     write_decoder(graph, architecture, spec, Weights(source=taken.source, dtype=spec.dtype))
     return Network(

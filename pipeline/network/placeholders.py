@@ -50,12 +50,15 @@ Visitor = Callable[[Placeholder, RawTensor], None]
 
 
 class Placeholders:
-    """Takes a network's constants and holds none. With `visit`, each is made whole, for as long as the visit takes."""
+    """Takes a network's constants and holds none. With `visit`, each is made whole, for as long as the visit takes.
+    `on_bytes` is told of every constant's bytes once it is done with."""
 
-    def __init__(self, source: TensorSource, visit: Visitor | None = None) -> None:
+    def __init__(
+        self, source: TensorSource, visit: Visitor | None = None, on_bytes: Callable[[int], object] = lambda _: None
+    ) -> None:
         self.source = RecordingSource(source)
         self.found: dict[str, Placeholder] = {}
-        self._visit = visit
+        self._visit, self._on_bytes = visit, on_bytes
 
     def take(self, name: str, constant: Constant, dtype: str, shape: tuple[int, ...]) -> None:
         """Digests the bytes of what TensorRT knows by name, type and shape, and shows them to the visitor."""
@@ -82,6 +85,7 @@ class Placeholders:
         if self._visit is not None and isinstance(raw, RawTensor):
             self._visit(placeholder, raw)
         self.source.release(placeholder.sources)
+        self._on_bytes(nbytes)
 
     def _release_each(self, constant: Derived) -> Iterator[npt.NDArray[np.uint8]]:
         released = 0

@@ -12,7 +12,7 @@ from pipeline.checkpoint.architecture import Architecture, parse_architecture
 from pipeline.checkpoint.layouts import layout_for
 from pipeline.engine.limits import BuildLimits, Rectangle
 from pipeline.engine.memory import Int4Rules, estimate_weights, fit_batches, plan_memory
-from tests.fixtures import LLAMA_CONFIG, V2_CONFIG
+from tests.fixtures import LLAMA_CONFIG, V2_CONFIG, V3_CONFIG
 
 # https://huggingface.co/deepseek-ai/deepseek-llm-7b-base
 LLM_7B = parse_architecture(
@@ -97,6 +97,29 @@ def test_kinds_of_layers_add_up_to_all_tensors() -> None:
         estimate_weights(architecture, dtype="float16", max_seq_len=256, int4=excluding)
         == count_bytes(architecture, 2, rules, "transformer.layers.3.") + tables
     )
+
+
+def test_fp8_blocks_take_a_byte_a_weight_and_a_scale_each() -> None:
+    architecture = parse_architecture(V3_CONFIG)
+    kept = estimate_weights(architecture, dtype="bfloat16", max_seq_len=1, fp8=True)
+    total = sum(
+        (-(-m.target_shape[0] // 128) * -(-m.target_shape[1] // 128) * (128 * 128 + 4))
+        if len(m.target_shape) == 2 and m.role not in ("embedding", "head", "router")
+        else m.elements * (4 if m.role == "router" else 2)
+        for m in layout_for(architecture).mappings()
+        if m.role != "mtp"
+    )
+    assert kept == total + 16 * 4
+
+
+def test_the_mtp_layer_takes_no_room_in_an_engine() -> None:
+    with_layer, without = (
+        estimate_weights(
+            parse_architecture(V3_CONFIG | {"num_nextn_predict_layers": n}), dtype="bfloat16", max_seq_len=1
+        )
+        for n in (1, 0)
+    )
+    assert with_layer == without
 
 
 def test_groups() -> None:

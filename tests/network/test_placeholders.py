@@ -48,7 +48,7 @@ def _strip(model: models.Model, visit: Visitor | None = None, source: object = N
         model.spec(),
         model.architecture,
         source or model.source,  # type: ignore[arg-type]
-        visit,
+        visit=visit,
     )
 
 
