@@ -12,14 +12,16 @@ if TYPE_CHECKING:
     from collections.abc import Mapping
 
     from pipeline.checkpoint.architecture import Architecture
+    from pipeline.checkpoint.tensors import TensorInfo
     from pipeline.config.schema import Config
 
 # Methods whose weights are INT4.
 INT4_METHODS = ("awq", "rtn")
 
 
-def describe_memory(config: Config, architecture: Architecture) -> dict[str, Any]:
+def describe_memory(config: Config, architecture: Architecture, tensors: Mapping[str, TensorInfo]) -> dict[str, Any]:
     """Bytes of weights, workspace, KV cache and the rest against the GPU's, and the largest batch for each length."""
+    from pipeline.config.case import Case
     from pipeline.engine.memory import RESERVE_BYTES, Int4Rules, fit_batches, plan_memory
     from pipeline.stages.build import build_limits
 
@@ -28,9 +30,10 @@ def describe_memory(config: Config, architecture: Architecture) -> dict[str, Any
     int4 = None
     if quantize.method in INT4_METHODS:
         int4 = Int4Rules(include=quantize.include, exclude=quantize.exclude, group_size=quantize.group_size)
-    plan = plan_memory(architecture, dtype=dtype, limits=limits, int4=int4, moe=moe)
+    fp8 = Case(config=config, architecture=architecture, tensors=tensors).kept_fp8 is not None
+    plan = plan_memory(architecture, dtype=dtype, limits=limits, int4=int4, fp8=fp8, moe=moe)
     gpu_bytes = config.target.device.memory_bytes
-    fits = fit_batches(architecture, gpu_bytes=gpu_bytes, dtype=dtype, limits=limits, int4=int4, moe=moe)
+    fits = fit_batches(architecture, gpu_bytes=gpu_bytes, dtype=dtype, limits=limits, int4=int4, fp8=fp8, moe=moe)
     return {
         "gpu": config.target.gpu,
         "gpu_bytes": gpu_bytes,

@@ -42,7 +42,7 @@ def command(
     config = read_config(config_file, overrides)
     source = check_source(config, buildable=False)
     plans = Executor(config, load_stages()).plan(start=start, until=until, force=force)
-    memory = describe_memory(config, source.folder.architecture)
+    memory = describe_memory(config, source.folder.architecture, source.folder.tensors)
     if as_json:
         stages = [_to_json(plan) for plan in plans]
         print_json({"name": config.name, "stages": stages, "memory": memory, "notes": list(source.notes)})

@@ -86,6 +86,14 @@ class Case:
         return self.quantize.method in ("awq", "rtn")
 
     @cached_property
+    def kept_fp8(self) -> str | None:
+        """The first FP8 tensor of the source if FP8 reaches the engine: nothing asks for another type, and quantization
+        leaves none."""
+        if self.config.stages.convert.dtype is not None or self.is_int4:
+            return None
+        return next((t.name for t in self.tensors.values() if t.dtype in FP8_TYPES), None)
+
+    @cached_property
     def context_limit(self) -> int:
         """The longest sequence that the model and a static RoPE table can hold.
 

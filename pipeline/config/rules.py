@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable
 from dataclasses import dataclass
 
-from pipeline.config.case import FP8_TYPES, STATIC_ROPES, Case
+from pipeline.config.case import STATIC_ROPES, Case
 from pipeline.config.gpus import supported_sms
 
 
@@ -30,7 +30,7 @@ def _find_unsupported_sm(case: Case) -> str | None:
 def _find_fp8(case: Case) -> str | None:
     if case.gpu.has("fp8"):
         return None
-    stored = next((t.name for t in case.tensors.values() if t.dtype in FP8_TYPES), None)
+    stored = case.kept_fp8
     what = "method fp8" if case.quantize.method == "fp8" else f"the FP8 tensor {stored}" if stored else None
     return f"{what} needs FP8 tensor cores, SM89 or later; the {case.gpu.name} is SM{case.gpu.sm}" if what else None
 
@@ -181,7 +181,8 @@ RULES: tuple[Rule, ...] = (
         "fp8_needs_sm89",
         "target.gpu",
         _find_fp8,
-        "take a GPU of SM89 or later, or INT4 (method: awq) on a 16-bit checkpoint",
+        "take a GPU of SM89 or later, or INT4 (method: awq or rtn), or set stages.convert.dtype: bfloat16, which "
+        "multiplies a checkpoint's FP8 out",
     ),
     Rule("bf16_needs_sm80", "stages.convert.dtype", _find_bf16, "set stages.convert.dtype: float16"),
     Rule("tensor_divides_heads", "target.parallel.tensor", _find_unsplit_heads, "take a divisor of the head count"),

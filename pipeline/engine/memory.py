@@ -136,7 +136,7 @@ def estimate_weights(
             continue
         if fp8 and mapping.role in FP8_ROLES and len(mapping.target_shape) == 2:
             blocks = math.prod(count_blocks(mapping.target_shape))
-            total += count * blocks * (BLOCK * BLOCK + _FLOAT32)  # the last ones are filled up
+            total += kind.count * blocks * (BLOCK * BLOCK + _FLOAT32)  # the last ones are filled up
             continue
         elements, quantized = math.prod(mapping.target_shape), 0
         group = int4.pick_group(mapping.role, mapping.target_shape) if int4 else None

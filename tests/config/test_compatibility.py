@@ -214,10 +214,18 @@ def test_kv_heads_do_not_matter_to_mla():
     )
 
 
-def test_an_fp8_checkpoint_is_named():
-    case = make_case(tensors=[("a.weight", "BF16"), ("b.weight", "F8_E4M3")])
-    assert "the FP8 tensor b.weight needs FP8 tensor cores" in find("fp8_needs_sm89", case)
-    assert find("fp8_needs_sm89", make_case({"target.gpu": "L4"}, tensors=[("b.weight", "F8_E4M3")])) is None
+def test_an_fp8_checkpoint_is_named_where_its_fp8_reaches_the_engine():
+    tensors = [("a.weight", "BF16"), ("b.weight", "F8_E4M3")]
+    kept = {"stages.quantize.method": "none"}
+    problem = find("fp8_needs_sm89", make_case(kept, tensors=tensors))
+    assert "the FP8 tensor b.weight needs FP8 tensor cores" in problem
+    for way_out in (
+        {**kept, "target.gpu": "L4"},
+        {**kept, "stages.convert.dtype": "bfloat16"},
+        {"stages.quantize.method": "awq"},
+        {"stages.quantize.method": "rtn"},
+    ):
+        assert find("fp8_needs_sm89", make_case(way_out, tensors=tensors)) is None
 
 
 # What the hub's configs state, and the context that their authors give.
