@@ -1,10 +1,11 @@
 """The arithmetic modes: which torch type holds a tensor of a declared type.
 
 `exact`: every 16- and 32-bit float is held and computed in fp32, so that what is left between the program and another
-implementation in fp32 is the order of sums. `declared`: every tensor is rounded to the type the network declares for
-it, as TensorRT's strong typing does; sums still accumulate in fp32, as its kernels do. `fast`: as declared, except that
-the kernel of an INT4 linear is chosen by the number of rows, and the one for few rows rounds its input and scales to
-bf16. Integers, booleans and quantized types are the same in all.
+implementation in fp32 is the order of sums; and that order is the same in any company, so that a sequence's values do
+not depend, to the last bit, on the batch, the chunks or the padding it runs in. `declared`: every tensor is rounded to
+the type the network declares for it, as TensorRT's strong typing does; sums still accumulate in fp32, as its kernels
+do. `fast`: as declared, except that the kernel of an INT4 linear is chosen by the number of rows, and the one for few
+rows rounds its input and scales to bf16. Integers, booleans and quantized types are the same in all.
 """
 
 from __future__ import annotations

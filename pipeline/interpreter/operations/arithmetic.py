@@ -70,6 +70,10 @@ def compile_unary(site: Site) -> Kernel:
 
 
 def compile_activation(site: Site) -> Kernel:
+    """In exact mode the sigmoid is written out: torch's own rounds differently in what is left of whole vectors, that
+    is, depending on how many elements come before."""
+    if site.numerics.mode == "exact" and site.attribute("op") == "sigmoid":
+        return lambda x: torch.neg(x).exp_().add_(1.0).reciprocal_()
     return site.choose("op", ACTIVATIONS)
 
 

@@ -7,9 +7,12 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from pipeline.interpreter.operations.attention import cache_rows, mask_bias, write_rows
+from pipeline.interpreter.operations.products import ROWS, fill_rows
 from pipeline.interpreter.operations.site import Kernel, Site
 
-CacheRows = tuple[Tensor, Tensor | None]
+# Exact mode: keys come in multiples of this, so that a row's softmax adds in one order, however far it is padded.
+KEYS = 64
+MOST_SCORES = 1 << 24  # of a layer held at once in exact mode, 64 MiB
 
 
 def compile_cache_rows(site: Site) -> Kernel:
@@ -66,11 +69,18 @@ def compile_attention_bias(site: Site) -> Kernel:
         added = mask_bias(mask, dtype)
         return added if groups == 1 or added.shape[2] == 1 else added.repeat(1, 1, groups, 1)
 
-    return bias
+    def bias_in_steady_sizes(mask: Tensor) -> Tensor:
+        added = bias(mask)
+        more_keys = F.pad(added, (0, -added.shape[3] % KEYS), value=-torch.inf)
+        return more_keys if added.shape[2] == 1 else F.pad(more_keys, (0, 0, 0, -added.shape[2] % ROWS))
+
+    return bias_in_steady_sizes if site.numerics.mode == "exact" else bias
 
 
 def compile_attend(site: Site) -> Kernel:
     """torch's fused CPU attention. Query heads that share a key head become rows of it, so that nothing is repeated."""
+    if site.numerics.mode == "exact":
+        return _compile_attend_exact(site)
     held, inner = site.held(), _attention_type(site)
     heads, kv_heads = site.spec(0).shape[1], site.spec(1).shape[1]
 
@@ -86,6 +96,29 @@ def compile_attend(site: Site) -> Kernel:
         if inner is not held:
             result = result.to(held)
         return result if heads == kv_heads else result.reshape(batch, heads, queries, -1)
+
+    return attend
+
+
+def _compile_attend_exact(site: Site) -> Kernel:
+    """Plain products in steady sizes, because torch's fused attention blocks by the number of queries: each row comes
+    out bit for bit the same whatever the other sequences, the length of its chunk, and how far both are padded."""
+    heads, kv_heads = site.spec(0).shape[1], site.spec(1).shape[1]
+
+    def attend(q: Tensor, k: Tensor, v: Tensor, bias: Tensor) -> Tensor:
+        batch, _, queries, width = q.shape
+        q = q.reshape(batch, kv_heads, -1, width)
+        rows, filled = q.shape[2], fill_rows(q)
+        same, k = k is v, fill_rows(k, KEYS)
+        v = k if same else fill_rows(v, KEYS)
+        block = max(MOST_SCORES // (batch * kv_heads * k.shape[2]) // ROWS, 1) * ROWS
+        parts = []
+        for first in range(0, filled.shape[2], block):
+            scores = torch.matmul(filled[:, :, first : first + block], k.transpose(-1, -2))
+            scores += bias if bias.shape[2] == 1 else bias[:, :, first : first + block]
+            parts.append(torch.matmul(torch.softmax(scores, dim=-1), v))
+        result = parts[0] if len(parts) == 1 else torch.cat(parts, dim=2)
+        return result[:, :, :rows].reshape(batch, heads, queries, -1)
 
     return attend
 

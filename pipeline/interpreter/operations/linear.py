@@ -8,7 +8,7 @@ from typing import cast
 import torch
 from torch import Tensor
 
-from pipeline.interpreter.operations.products import compile_matrix_multiply
+from pipeline.interpreter.operations.products import compile_matrix_multiply, steady_rows
 from pipeline.interpreter.operations.site import Kernel, Site
 
 # Rows up to which torch's INT4 kernel beats the dequantized product (measured with AVX-512; it unpacks anew for every
@@ -17,6 +17,10 @@ FEW_ROWS, KERNEL_GROUPS, KERNEL_COLUMNS = 4, (32, 64, 128, 256), 16
 
 
 def compile_linear(site: Site) -> Kernel:
+    return steady_rows(site, _compile_kept(site))
+
+
+def _compile_kept(site: Site) -> Kernel:
     """x @ W for a constant W, packed once in the blocked layout that oneDNN's kernels read (twice as fast here as a
     plain weight for one row, and never slower). fp16 has no such kernel on x86: it is held and computed in fp32."""
     held, transposed = site.held(), site.attribute("op1") == "transpose"

@@ -5,11 +5,16 @@ from __future__ import annotations
 from collections.abc import Callable
 
 import torch
+import torch.nn.functional as F
 from torch import Tensor
 
 from pipeline.interpreter.operations.site import Kernel, Site
 
 FP8_MAX = 448.0  # the largest finite E4M3 value
+# Rows of a product in exact mode are a multiple of this. MKL and oneDNN take other kernels for fewer rows (one, two or
+# three, and what is left of fours), which add in another order; from there on a row's bits depend on nothing but the
+# row (tests/interpreter/test_company.py). Zeros fill up.
+ROWS = 8
 
 
 def compile_matrix_multiply(site: Site) -> Kernel:
@@ -27,6 +32,26 @@ def compile_matrix_multiply(site: Site) -> Kernel:
         if held is torch.float16:
             return torch.matmul(a.float(), b.float()).to(held)
         return torch.matmul(a, b)
+
+    return steady_rows(site, multiply)
+
+
+def fill_rows(x: Tensor, multiple: int = ROWS) -> Tensor:
+    """[…, T, K] with zero rows after the last up to the next multiple."""
+    missing = -x.shape[-2] % multiple
+    return F.pad(x, (0, 0, 0, missing)) if missing else x
+
+
+def steady_rows(site: Site, kernel: Kernel) -> Kernel:
+    """In exact mode, a product of which each row's bits are the same whatever other rows there are, and however many.
+    A number of rows that is fixed by the network needs nothing."""
+    if site.numerics.mode != "exact" or site.attribute("op0") != "none" or site.spec(0).shape[-2] != -1:
+        return kernel
+
+    def multiply(x: Tensor, *rest: Tensor | None) -> Tensor:
+        rows = x.shape[-2]
+        filled: Tensor = kernel(fill_rows(x), *rest)
+        return filled if filled.shape[-2] == rows else filled.narrow(-2, 0, rows)
 
     return multiply
 
