@@ -11,7 +11,7 @@ import torch
 from pipeline.checkpoint.tensors import RawTensor
 from pipeline.errors import CheckpointError, CompatibilityError, TrtseekError
 from pipeline.network.derived import Derived
-from pipeline.network.weights import Weights
+from pipeline.network.weights import Weights, _transpose
 from tests import fixtures
 from tests.network import models
 
@@ -167,3 +167,11 @@ def test_fp8_that_cannot_be_a_stack_or_lacks_its_scales_is_refused() -> None:
     del source.raw[f"{BASES[2]}.weights_block_scaling_factor"]
     with pytest.raises(CompatibilityError, match=r"experts\.2\.fc is not in FP8"):
         weights.read_block_stack(BASES, 128, 128)
+
+
+@pytest.mark.parametrize("shape", [(1, 1), (7, 5), (8, 1), (9, 3), (128, 64), (137, 33), (300, 256)])
+def test_bytes_are_transposed_whatever_their_number(shape: tuple[int, int]) -> None:
+    rows = np.random.default_rng(0).integers(0, 256, shape, dtype=np.uint8)
+    turned = np.zeros(shape[::-1], np.uint8)
+    _transpose(rows, turned)
+    np.testing.assert_array_equal(turned, rows.T)
