@@ -156,6 +156,14 @@ class Build(Section):
         default="dense",
         description="Routed experts: all in one batched matmul, or gathered per token (generation only).",
     )
+    weights: Literal["full", "stripped"] = Field(
+        default="full",
+        description="stripped: an engine without weights, of any size in little memory; `trtseek refit` brings them on "
+        "the GPU host.",
+    )
+    weight_streaming: bool = Field(
+        default=False, description="Whether a runner may keep a part of the weights in host memory."
+    )
 
     @property
     def profiles(self) -> tuple[GenerationProfile, ...]:

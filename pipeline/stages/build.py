@@ -59,6 +59,8 @@ def _run(context: StageContext) -> None:
         output=folder / ENGINE,
         log=folder / LOG,
         progress=context.progress,
+        weights=config.stages.build.weights,
+        weight_streaming=config.stages.build.weight_streaming,
     )
     proven = json.loads((context.inputs["verify"].path / REPORT).read_text(encoding="utf-8"))["network_digest"]
     if description.network_digest != proven:
