@@ -87,8 +87,8 @@ def plan_memory(
     fp8: bool = False,
     moe: str = "dense",
 ) -> MemoryPlan:
-    """What an engine of these limits needs. dtype: of 16/32-bit weights, activations and the KV cache. fp8: linears stay
-    in the source's FP8 blocks."""
+    """What an engine of these limits needs. dtype: of 16/32-bit weights, activations and the KV cache. fp8: linears
+    stay in the source's FP8 blocks."""
     spec = NetworkSpec(dtype=dtype, max_seq_len=limits.max_seq_len, block_size=limits.block_size, moe=moe)
     profiles = limits.profiles()
     per_token = _kv_bytes_per_token(architecture, dtype)
