@@ -50,6 +50,17 @@ def read_program(
     return read_network(build_network(trt, network, replace(spec, layers=layers), architecture, source))
 
 
+def digest_network(source: TensorSource, architecture: Architecture, spec: NetworkSpec) -> str:
+    """The digest of the whole network, with no more of its weights in memory than one constant."""
+    import tensorrt_rtx as trt
+
+    from pipeline.network.network import build_stripped_network
+    from pipeline.network.readback import read_network
+
+    network = trt.Builder(trt.Logger(trt.Logger.ERROR)).create_network(0)
+    return read_network(build_stripped_network(trt, network, spec, architecture, source)).digest()
+
+
 def run_network(
     source: TensorSource,
     architecture: Architecture,

@@ -14,7 +14,7 @@ from typing import TYPE_CHECKING, Any
 
 from pipeline.checkpoint.text import encode_file, encode_text
 from pipeline.evaluation.conversion_proof import ConversionProof, prove_conversion
-from pipeline.evaluation.forward import read_program
+from pipeline.evaluation.forward import digest_network
 from pipeline.evaluation.gates import Gate
 from pipeline.evaluation.network_proof import NetworkProof, make_sequences, prove_network
 from pipeline.evaluation.quality import Quality, compare, cut_windows
@@ -104,7 +104,7 @@ def verify(
     quality = _measure_quality(source, converted, quantized, spec, settings, progress) if quantized else None
     return Verification(
         gates=tuple(_judge(settings, conversion, network, quality)),
-        network_digest=read_program(built, architecture, spec).digest(),
+        network_digest=digest_network(built, architecture, spec),
         conversion=conversion,
         network=network,
         quality=quality,

@@ -120,8 +120,10 @@ def _list_files(description: dict[str, Any], engine: Path, checkpoint: Path, net
             f"{checkpoint} has no tokenizer, and the models take and give text",
             hint="copy tokenizer.json and tokenizer_config.json into the model's folder and convert it again",
         )
+    # Of an engine without weights: what it lacks.
+    refit_list = [engine / "refit.json"] if description.get("weights") == "stripped" else []
     return {
-        "engine": [engine / "engine.json", engine / description["file"]],
+        "engine": [engine / "engine.json", engine / description["file"], *refit_list],
         "checkpoint": [*folder.files, network],
         "tokenizer": folder.tokenizer_files,
     }

@@ -42,6 +42,16 @@ def test_layout(tmp_path, llama_path):
     assert package.network_digest == NETWORK_DIGEST
 
 
+def test_an_engine_without_weights_takes_its_list_along(tmp_path, llama_path):
+    engine = make_engine(tmp_path / "engine", llama_path)
+    description = json.loads((engine / "engine.json").read_text())
+    (engine / "engine.json").write_text(json.dumps(description | {"weights": "stripped"}))
+    (engine / "refit.json").write_text("{}")
+    package = emit(tmp_path, llama_path)
+    names = sorted(f.name for f in package.artifacts["engine"].iterdir())
+    assert names == ["engine.json", "model.engine", "refit.json"]
+
+
 def test_artifacts_are_hard_links(tmp_path, llama_path):
     linked = {}
     progress = Notes()
