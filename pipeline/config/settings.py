@@ -63,7 +63,7 @@ class Quantize(Section):
     calibration: Calibration = Field(default=Calibration(), description="What AWQ measures activations on.")
     unrouted_experts: Literal["round_to_nearest", "error", "share_scale"] = Field(
         default="round_to_nearest",
-        description="Experts that calibration never reached: quantize without a search, stop, or take the layer's.",
+        description="Experts that calibration gave fewer than 32 tokens: quantize without a search, stop, or take the layer's.",
     )
     clip: bool = Field(
         default=True, description="awq: also search a clipping range for each group, as AWQ's authors do."
@@ -91,7 +91,9 @@ class Gates(Section):
         default=1e-4, description="Largest |logit difference| of the network in fp32 against transformers in fp32."
     )
     network_declared: Ratio | None = Field(
-        default=None, description="The same in the declared types; null takes the bound derived from the types."
+        default=None,
+        description="Median position's RMS logit error in the declared types, relative to exact arithmetic; null takes "
+        "the bound derived from the types.",
     )
     perplexity_ratio: Ratio | None = Field(default=1.05, description="Perplexity of quantized over original, at most.")
     top1_agreement: Annotated[float, Field(ge=0, le=1)] | None = Field(
@@ -121,7 +123,7 @@ class Verify(Section):
         description="Tokens per prefill step: prompts are fed in chunks of this size.",
     )
     decode_tokens: Positive = Field(default=6, description="Tokens decoded one at a time after each prompt.")
-    router_margin: Annotated[float, Field(ge=0)] = Field(
+    router_margin: Annotated[float, Field(ge=0, le=1e-3)] = Field(
         default=1e-5, description="Positions whose expert choice is closer than this are counted and left out."
     )
     heldout: HeldOut = Field(default=HeldOut(), description="What perplexity, agreement and KL are measured on.")

@@ -29,7 +29,7 @@ class ConversionProof:
     tensors: int
     elements: int
     differing: dict[str, int]
-    clipped: int  # elements beyond the target type's range that the config allowed to be clipped
+    clipped: int  # elements beyond the target type's range, which sit at its largest value
 
 
 def prove_conversion(source: CheckpointFolder, engine: CheckpointFolder, progress: Progress) -> ConversionProof:

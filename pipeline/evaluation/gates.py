@@ -40,7 +40,7 @@ class Gate:
     def to_json(self) -> dict[str, object]:
         return {
             "name": self.name,
-            "value": self.value if math.isfinite(self.value) else str(self.value),
+            "value": self.value,
             "bound": self.bound,
             "relation": self.relation,
             "passed": self.passed,

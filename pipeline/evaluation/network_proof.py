@@ -6,6 +6,7 @@ scrambled block tables; where RoPE is scaled, one prompt stands beyond the origi
 
 from __future__ import annotations
 
+import itertools
 import math
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
@@ -30,36 +31,49 @@ UNIT_ROUNDOFF = {"float16": 2.0**-11, "bfloat16": 2.0**-8, "float32": 2.0**-24}
 # cache, scale, attention, output projection, residual; norm, its weight, two projections, SiLU, product, down
 # projection, residual; in a routed layer also the experts' weighted sum.
 ROUNDINGS_PER_LAYER = 18
-# What layers may amplify: norms divide by less than one, softmax is not linear.
-AMPLIFICATION = 2.0
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class NetworkProof:
-    """Largest absolute differences from `transformers` at compared positions; `left_out` counts positions where a
-    router's choice was closer than the margin. `declared_error` is a position's RMS difference of the declared-type
-    logits from the exact ones over the RMS of all exact ones: the median position's, since where a rounding tips a
-    router to another expert the difference says nothing of rounding."""
+    """Largest absolute differences from `transformers` at the `positions` compared, infinite where there were none;
+    `left_out` counts positions where a router's choice was closer than the margin.
+
+    `declared_error` is a position's RMS difference of the declared-type logits from the exact ones over the RMS of all
+    exact ones: the median position's, since where a rounding tips a router to another expert the difference says
+    nothing of rounding. `declared_layer_errors` is the same of each layer's output."""
 
     max_logit_error: float
     layer_errors: list[float]
     positions: int
     left_out: int
     declared_error: float
+    declared_layer_errors: list[float]
     declared_bound: float
     steps: int
     mixed_steps: int
 
     @property
     def worst_layer(self) -> int:
-        return self.layer_errors.index(max(self.layer_errors))
+        return find_worst(self.layer_errors)
+
+    @property
+    def worst_declared_layer(self) -> int:
+        return find_worst(self.declared_layer_errors)
+
+
+def find_worst(errors: Sequence[float]) -> int:
+    """The first layer whose error is not finite, else the one that adds most to what it was given."""
+    growth = [after - before for before, after in itertools.pairwise([0.0, *errors])]
+    return next((i for i, error in enumerate(errors) if not math.isfinite(error)), growth.index(max(growth)))
 
 
 def derive_declared_bound(architecture: Architecture, spec: NetworkSpec) -> float:
     """Bound on `declared_error`: with R independent roundings of unit roundoff u on the way, errors add as u·sqrt(R)
-    (Higham & Mary, SIAM J. Sci. Comput. 41(5), 2019), times AMPLIFICATION."""
+    (Higham & Mary, SIAM J. Sci. Comput. 41(5), 2019). Products sum in fp32, which counts only where that is the type."""
     roundings = ROUNDINGS_PER_LAYER * architecture.num_layers + 2
-    return AMPLIFICATION * UNIT_ROUNDOFF[spec.dtype] * math.sqrt(roundings)
+    if spec.dtype == "float32":
+        roundings *= architecture.hidden_size
+    return UNIT_ROUNDOFF[spec.dtype] * math.sqrt(roundings)
 
 
 def make_sequences(
@@ -106,37 +120,54 @@ def prove_network(
         num_blocks=schedule.num_blocks,
         segments=segments,
     )
-    layer_errors = [0.0] * architecture.num_layers
-    logit_error = 0.0
-    exact: dict[int, torch.Tensor] = {}
-    progress.start("network, exact", len(schedule.steps) * (architecture.num_layers + 1), "layers")
+    layers = architecture.num_layers
+    worst: dict[int | None, float] = {}
+    compared = 0
+    exact: dict[tuple[int, int | None], torch.Tensor] = {}
+    progress.start("network, exact", len(schedule.steps) * (layers + 1), "layers")
     for event in run(mode="exact"):
         wanted, keep = _gather(reference, schedule, event.step, event.layer, router_margin)
-        error = float((event.rows - wanted).abs()[keep].max()) if keep.any() else 0.0
-        error = error if bool(torch.isfinite(event.rows).all()) else math.inf
-        if event.layer is None:
-            exact[event.step] = event.rows
-            logit_error = max(logit_error, error)
-        else:
-            layer_errors[event.layer] = max(layer_errors[event.layer], error)
+        exact[event.step, event.layer] = event.rows
+        worst[event.layer] = max(worst.get(event.layer, 0.0), _largest(event.rows - wanted, keep))
+        compared += int(keep.sum()) if event.layer is None else 0
         progress.advance(1)
-    differences: list[torch.Tensor] = []
-    progress.start(f"network, {spec.dtype}", len(schedule.steps) * (architecture.num_layers + 1), "layers")
+    differences: dict[int | None, list[torch.Tensor]] = {}
+    progress.start(f"network, {spec.dtype}", len(schedule.steps) * (layers + 1), "layers")
     for event in run(mode="declared"):
+        difference = (event.rows.float() - exact[event.step, event.layer]).square().mean(-1).sqrt()
+        differences.setdefault(event.layer, []).append(difference)
         progress.advance(1)
-        if event.layer is None:
-            differences.append((event.rows.float() - exact[event.step]).square().mean(-1).sqrt())
-    left_out = sum(int((margin < router_margin).sum()) for margin in reference.margins)
+    declared = {
+        layer: _median_share(rows, [exact[step, layer] for step in range(len(schedule.steps))])
+        for layer, rows in differences.items()
+    }
     return NetworkProof(
-        max_logit_error=logit_error,
-        layer_errors=layer_errors,
-        positions=sum(len(s.tokens) for s in sequences) - left_out,
-        left_out=left_out,
-        declared_error=float(torch.cat(differences).median() / torch.cat(list(exact.values())).square().mean().sqrt()),
+        max_logit_error=worst[None] if compared else math.inf,
+        layer_errors=[worst[layer] for layer in range(layers)],
+        positions=compared,
+        left_out=sum(len(sequence.tokens) for sequence in sequences) - compared,
+        declared_error=declared[None],
+        declared_layer_errors=[declared[layer] for layer in range(layers)],
         declared_bound=derive_declared_bound(architecture, spec),
         steps=len(schedule.steps),
         mixed_steps=sum(len({p.end - p.start > 1 for p in step.pieces}) == 2 for step in schedule.steps),
     )
+
+
+def _largest(difference: torch.Tensor, keep: torch.Tensor) -> float:
+    """The largest absolute value among the rows kept; infinity where anything, kept or not, is not finite."""
+    import torch
+
+    if not bool(torch.isfinite(difference).all()):
+        return math.inf
+    return float(difference.abs()[keep].max()) if bool(keep.any()) else 0.0
+
+
+def _median_share(differences: Sequence[torch.Tensor], exact: Sequence[torch.Tensor]) -> float:
+    """The median row's difference over the root mean square of all exact rows."""
+    import torch
+
+    return float(torch.cat(list(differences)).median() / torch.cat(list(exact)).square().mean().sqrt())
 
 
 def _gather(

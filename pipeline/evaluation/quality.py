@@ -6,7 +6,6 @@ needs two layers in memory and nothing of the size of (tokens x vocabulary) is k
 
 from __future__ import annotations
 
-import itertools
 import math
 from collections.abc import Sequence
 from dataclasses import dataclass, field
@@ -14,6 +13,7 @@ from typing import TYPE_CHECKING
 
 from pipeline.errors import QuantizationError
 from pipeline.evaluation.forward import run_network
+from pipeline.evaluation.network_proof import find_worst
 from pipeline.evaluation.schedule import TokenSequence, schedule_windows
 
 if TYPE_CHECKING:
@@ -57,9 +57,7 @@ class Quality:
     @property
     def worst_layer(self) -> int:
         """The layer that adds the most error to what it was given."""
-        errors = [0.0, *self.layer_error]
-        growth = [after - before for before, after in itertools.pairwise(errors)]
-        return growth.index(max(growth))
+        return find_worst(self.layer_error)
 
     def to_json(self) -> dict[str, object]:
         return {
@@ -78,15 +76,19 @@ def _perplexity(nll: float) -> float:
     return math.inf if nll > 700 else math.exp(nll)  # a double overflows beyond
 
 
-def cut_windows(tokens: Sequence[int], *, total: int, window: int, origin: str) -> list[TokenSequence]:
-    """Pieces of `window` tokens, together at most `total`. Raises QuantizationError where the text is too short."""
-    count = min(total, len(tokens)) // window
+def cut_windows(
+    tokens: Sequence[int], *, total: int, window: int, origin: str, first: Sequence[int] = ()
+) -> list[TokenSequence]:
+    """Pieces of `window` tokens, together at most `total`, each beginning with `first` (a BOS, as calibration has it).
+    Raises QuantizationError where the text is too short."""
+    size = window - len(first)
+    count = min(total // window, len(tokens) // size)
     if count == 0:
         raise QuantizationError(
             f"{origin}: {len(tokens)} tokens of held-out text, fewer than one window of {window}",
             hint="name more text under stages.verify.heldout.files, or lower heldout.window and heldout.tokens",
         )
-    return [TokenSequence(tokens=tuple(tokens[i * window : (i + 1) * window])) for i in range(count)]
+    return [TokenSequence(tokens=(*first, *tokens[i * size : (i + 1) * size])) for i in range(count)]
 
 
 def compare(

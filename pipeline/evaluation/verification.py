@@ -39,6 +39,10 @@ class Verification:
     sliced: bool
 
     def to_json(self) -> dict[str, Any]:
+        """JSON, in which a number that is not finite is spelled as text: a failed proof has its report, too."""
+        return _spell_numbers(self._record())
+
+    def _record(self) -> dict[str, Any]:
         return {
             "network_digest": self.network_digest,
             "gates": [gate.to_json() for gate in self.gates],
@@ -84,7 +88,7 @@ def verify(
     built = quantized or converted
     architecture = built.architecture
     conversion = prove_conversion(source, converted, progress)
-    prompts = [encode_text(source.path / TOKENIZER, text) for text in settings.prompts]
+    prompts = [_begin(source) + encode_text(source.path / TOKENIZER, text) for text in settings.prompts]
     sequences = make_sequences(
         prompts, decode_tokens=settings.decode_tokens, architecture=architecture, max_seq_len=spec.max_seq_len
     )
@@ -127,7 +131,7 @@ def _measure_quality(
     ]
     window = min(heldout.window, spec.max_seq_len)
     origin = ", ".join(map(str, heldout.files))
-    windows = cut_windows(tokens, total=heldout.tokens, window=window, origin=origin)
+    windows = cut_windows(tokens, total=heldout.tokens, window=window, origin=origin, first=_begin(source))
     return compare(converted, quantized, converted.architecture, spec, windows, progress)
 
 
@@ -151,7 +155,8 @@ def _judge(
             bound=bounds.network_exact,
             relation="<=",
             meaning="largest |logit difference| against transformers, both fp32",
-            blame=f"worst layer: {network.worst_layer} ({max(network.layer_errors):.2e} in its output)",
+            blame=f"{network.positions} positions compared; worst layer: {network.worst_layer} "
+            f"({network.layer_errors[network.worst_layer]:.2e} in its output)",
         ),
         Gate(
             name="network_declared",
@@ -159,6 +164,8 @@ def _judge(
             bound=bounds.network_declared or network.declared_bound,
             relation="<=",
             meaning="median relative RMS error of a position's logits in the declared types",
+            blame=f"worst layer: {network.worst_declared_layer} "
+            f"({network.declared_layer_errors[network.worst_declared_layer]:.2e} in its output)",
         ),
     ]
     if quality:
@@ -179,3 +186,17 @@ def _judge(
                 Gate(name=name, value=value, bound=bound, relation=relation, meaning=meaning, blame=worst)  # type: ignore[arg-type]
             )
     return gates
+
+
+def _begin(source: CheckpointFolder) -> list[int]:
+    """The token that the model's real inputs begin with, as calibration has it."""
+    bos = source.config.get("bos_token_id")
+    return [bos] if isinstance(bos, int) else []
+
+
+def _spell_numbers(value: Any) -> Any:
+    if isinstance(value, dict):
+        return {key: _spell_numbers(item) for key, item in value.items()}
+    if isinstance(value, list):
+        return [_spell_numbers(item) for item in value]
+    return str(value) if isinstance(value, float) and not math.isfinite(value) else value

@@ -38,11 +38,19 @@ def test_a_single_flipped_bit_is_found_and_named(source: CheckpointFolder, tmp_p
     assert proof.differing == {"model.layers.1.self_attn.o_proj.weight": 1}
 
 
-def test_minus_zero_is_not_zero(source: CheckpointFolder, tmp_path: Path) -> None:
-    engine = convert(source.path, tmp_path, "bfloat16")
-    name = "transformer.ln_f.weight"
-    before = Altered(engine, {name: torch.zeros_like})
-    assert prove_conversion(source, before, SILENT).differing.keys() == {"model.norm.weight"}  # type: ignore[arg-type]
+def test_minus_zero_is_not_zero(tmp_path: Path) -> None:
+    def zero(tensors: fixtures.Tensors) -> None:
+        tensors["model.norm.weight"][7] = 0.0
+
+    source = CheckpointFolder.open(fixtures.llama(tmp_path / "hf", edit=zero))
+    engine = convert(source.path, tmp_path / "engine", "bfloat16")
+
+    def negate(w: torch.Tensor) -> torch.Tensor:
+        w[7] = -0.0
+        return w
+
+    altered = Altered(engine, {"transformer.ln_f.weight": negate})
+    assert prove_conversion(source, altered, SILENT).differing == {"model.norm.weight": 1}  # type: ignore[arg-type]
 
 
 def test_clipped_weights_are_counted_and_must_sit_at_the_types_largest_value(tmp_path: Path) -> None:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable
 from pathlib import Path
 
@@ -10,7 +11,7 @@ import torch
 
 from pipeline.checkpoint.folder import CheckpointFolder
 from pipeline.evaluation import network_proof, reference
-from pipeline.evaluation.network_proof import NetworkProof, make_sequences, prove_network
+from pipeline.evaluation.network_proof import NetworkProof, find_worst, make_sequences, prove_network
 from pipeline.network.spec import NetworkSpec
 from pipeline.progress import SILENT
 from tests import fixtures
@@ -32,7 +33,12 @@ def llama(tmp_path_factory: pytest.TempPathFactory) -> CheckpointFolder:
 
 
 def prove(
-    built: CheckpointFolder, network: object = None, *, sliced: bool = False, dtype: str = "float32"
+    built: CheckpointFolder,
+    network: object = None,
+    *,
+    sliced: bool = False,
+    dtype: str = "float32",
+    router_margin: float = 1e-5,
 ) -> NetworkProof:
     """Proves `network` (a source of weights; default `built` itself) against transformers on `built`."""
     spec = NetworkSpec(dtype=dtype, max_seq_len=256, block_size=4)
@@ -53,7 +59,7 @@ def prove(
             spec,
             sequences,
             prefill_chunk=4,
-            router_margin=1e-5,
+            router_margin=router_margin,
             segments=[(layer, layer + 1) for layer in range(layers)] if sliced else [(0, layers)],
             progress=SILENT,
         )
@@ -131,3 +137,22 @@ def test_sequences_past_the_original_context_are_added_where_the_engine_reaches_
     long = make_sequences(PROMPTS, decode_tokens=3, architecture=llama.architecture, max_seq_len=256)
     assert [s.offset for s in short] == [0, 0, 0]
     assert [s.offset for s in long] == [0, 0, 0, 64]  # the fixture's original_max_position_embeddings
+
+
+def test_nothing_compared_is_nothing_proved(latent: CheckpointFolder) -> None:
+    proof = prove(latent, router_margin=1.0)
+    assert proof.positions == 0
+    assert proof.max_logit_error == math.inf
+
+
+@pytest.mark.parametrize("side", ["network", "transformers"])
+def test_values_that_are_not_finite_never_pass(llama: CheckpointFolder, side: str) -> None:
+    broken = Altered(llama, {"transformer.layers.1.post_layernorm.weight": lambda w: w * math.nan})
+    proof = prove(llama, broken) if side == "network" else prove(broken, llama)  # type: ignore[arg-type]
+    assert proof.max_logit_error == math.inf
+    assert proof.worst_layer == 1
+
+
+def test_the_worst_layer_adds_most_or_is_the_first_that_is_not_finite() -> None:
+    assert find_worst([0.1, 0.4, 0.5]) == 1
+    assert find_worst([0.1, math.nan, math.inf]) == 1

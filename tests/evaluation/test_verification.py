@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import dataclasses
 import json
+import math
 
 import pytest
 
@@ -61,3 +63,12 @@ def test_the_record_is_json_and_the_summary_has_a_line_per_gate_and_layer(verifi
     assert summary.count("FAIL") == 2
     assert summary.count("skip") == 1
     assert verified.network_digest in summary
+
+
+def test_a_network_that_is_not_finite_has_its_report_too(verified: Verification) -> None:
+    broken = dataclasses.replace(verified.network, max_logit_error=math.inf, layer_errors=[1e-7, math.nan])
+    record = dataclasses.replace(verified, network=broken).to_json()
+    network = json.loads(json.dumps(record, allow_nan=False))["network"]
+    assert network["max_logit_error"] == "inf"
+    assert network["layer_errors"] == [1e-7, "nan"]
+    assert broken.worst_layer == 1
