@@ -69,7 +69,7 @@ def find_worst(errors: Sequence[float]) -> int:
 
 def derive_declared_bound(architecture: Architecture, spec: NetworkSpec) -> float:
     """Bound on `declared_error`: with R independent roundings of unit roundoff u on the way, errors add as u·sqrt(R)
-    (Higham & Mary, SIAM J. Sci. Comput. 41(5), 2019). Products sum in fp32, which counts only where that is the type."""
+    (Higham & Mary, SIAM J. Sci. Comput. 41(5), 2019). Products sum in fp32: that counts only where it is the type."""
     roundings = ROUNDINGS_PER_LAYER * architecture.num_layers + 2
     if spec.dtype == "float32":
         roundings *= architecture.hidden_size
