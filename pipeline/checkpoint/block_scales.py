@@ -24,6 +24,7 @@ if TYPE_CHECKING:
 TILE_ELEMENTS = 1 << 18  # a megabyte of float32 stays in a core's second-level cache
 _NAN = 0x7F  # E4M3 has no infinity, and one NaN of either sign
 _FLOAT16_SHIFT = 256.0
+_LARGE = 1e36  # scales from here on cannot be multiplied by the shift first
 
 
 def is_block_scaled(source: TensorSource, weight: str) -> bool:
@@ -37,52 +38,82 @@ def read_weight(source: TensorSource, weight: str) -> torch.Tensor:
     raw = source.read(weight)
     if raw.dtype != FP8:
         return raw.to_torch()
+    return _read_all(open_rows(source, weight))
+
+
+def open_rows(source: TensorSource, weight: str) -> BlockRows:
+    """A weight that an engine checkpoint holds in FP8 blocks, to be read by rows."""
     if target_scale(weight) not in source.tensors:
         raise CheckpointError(f"{weight} is {FP8} without {target_scale(weight)}", hint="convert the checkpoint again")
-    return dequantize(weight, raw, source.read(target_scale(weight)))
+    return BlockRows(weight, source.read(weight), source.read(target_scale(weight)))
+
+
+class BlockRows:
+    """An FP8 weight [O, I] that looks like a float32 tensor, of which any rows can be had and none are kept.
+
+    Raises CheckpointError, naming `name`, for scales of another shape or type or that are not finite; for NaN once the
+    rows with it are read.
+    """
+
+    def __init__(self, name: str, weight: RawTensor, scales: RawTensor) -> None:
+        import torch
+
+        _check_scales(name, weight, scales)
+        self.name, self.dtype = name, torch.float32
+        self.shape = (weight.shape[0], weight.shape[1])
+        self._bytes = weight.data
+        self._stored = weight.to_torch().view(torch.int8)
+        self._scales = scales.to_torch()
+        self._bits = torch.empty(0, self.shape[1], dtype=torch.int16)
+        self._values = torch.empty(0, self.shape[1], dtype=torch.float32)
+
+    def __getitem__(self, rows: slice) -> torch.Tensor:
+        """float32 [rows, I], valid until the next call. `rows` has no step."""
+        import torch
+
+        start, stop, _ = rows.indices(self.shape[0])
+        columns = self.shape[1]
+        _check_piece(self.name, self.shape, self._bytes[start * columns : stop * columns], start * columns)
+        if stop - start > self._values.shape[0]:
+            self._bits = self._bits.new_empty(stop - start, columns)
+            self._values = self._values.new_empty(stop - start, columns)
+        bits, values = self._bits[: stop - start], self._values[: stop - start]
+        bits.copy_(self._stored[start:stop])  # int8 to int16: the sign is now in bits 15 to 7
+        bits.bitwise_left_shift_(7).bitwise_and_(~0x4000)  # and here in bit 15 alone
+        values.copy_(bits.view(torch.float16))
+        for top in range(start // BLOCK * BLOCK, stop, BLOCK):
+            part = values[max(top - start, 0) : top + BLOCK - start]
+            scale = self._scales[top // BLOCK]
+            if float(scale.abs().max()) < _LARGE:
+                part.mul_((scale * _FLOAT16_SHIFT).repeat_interleave(BLOCK)[:columns])
+            else:
+                part.mul_(_FLOAT16_SHIFT).mul_(scale.repeat_interleave(BLOCK)[:columns])
+        return values
 
 
 def dequantize(name: str, weight: RawTensor, scales: RawTensor) -> torch.Tensor:
-    """float32 [O, I]."""
-    import torch
-
-    result = torch.empty(weight.shape, dtype=torch.float32)
-    start = 0
-    for tile in iterate_tiles(name, weight, scales):
-        result[start : start + tile.shape[0]] = tile
-        start += tile.shape[0]
-    return result
+    """float32 [O, I]. Raises as BlockRows does."""
+    return _read_all(BlockRows(name, weight, scales))
 
 
 def iterate_tiles(name: str, weight: RawTensor, scales: RawTensor) -> Iterator[torch.Tensor]:
-    """float32 [rows, I], tile by tile from the top; each is valid until the next.
+    """float32 [rows, I], tile by tile from the top; each is valid until the next. Raises as BlockRows does."""
+    rows = BlockRows(name, weight, scales)
+    return (rows[start:stop] for start, stop in _tiles(rows))
 
-    Raises CheckpointError, naming `name`, for NaN, for scales of another shape or type or that are not finite.
-    """
+
+def _read_all(rows: BlockRows) -> torch.Tensor:
     import torch
 
-    _check_scales(name, weight, scales)
-    rows, columns = weight.shape
-    stored = weight.to_torch().view(torch.int8)
-    factors = scales.to_torch()
-    step = min(BLOCK, max(1, TILE_ELEMENTS // max(columns, 1)))
-    bits = torch.empty(step, columns, dtype=torch.int16)
-    values = torch.empty(step, columns, dtype=torch.float32)
-    for top in range(0, rows, BLOCK):
-        factor = (factors[top // BLOCK] * _FLOAT16_SHIFT).repeat_interleave(BLOCK)[:columns]
-        exact = bool(torch.isfinite(factor).all())  # a scale of 1e36 is finite, 256 times that is not
-        for start in range(top, min(top + BLOCK, rows), step):
-            stop = min(start + step, top + BLOCK, rows)
-            _refuse_nan(name, weight, start, stop)
-            moved, tile = bits[: stop - start], values[: stop - start]
-            moved.copy_(stored[start:stop])  # int8 to int16: the sign is now in bits 15 to 7
-            moved.bitwise_left_shift_(7).bitwise_and_(~0x4000)  # and here in bit 15 alone
-            tile.copy_(moved.view(torch.float16))
-            if exact:
-                tile.mul_(factor)
-            else:
-                tile.mul_(_FLOAT16_SHIFT).mul_(factors[top // BLOCK].repeat_interleave(BLOCK)[:columns])
-            yield tile
+    result = torch.empty(rows.shape, dtype=torch.float32)
+    for start, stop in _tiles(rows):
+        result[start:stop] = rows[start:stop]
+    return result
+
+
+def _tiles(rows: BlockRows) -> Iterator[tuple[int, int]]:
+    step = min(BLOCK, max(1, TILE_ELEMENTS // max(rows.shape[1], 1)))
+    return ((start, min(start + step, rows.shape[0])) for start in range(0, rows.shape[0], step))
 
 
 def iterate_kept(name: str, weight: RawTensor) -> Iterator[npt.NDArray[np.uint8]]:
@@ -128,11 +159,6 @@ def _check_scales(name: str, weight: RawTensor, scales: RawTensor) -> None:
             f"{name}: the scale of block {[int(i) for i in index]} is not finite",
             hint="the weights are damaged; no model has such a value: copy them again",
         )
-
-
-def _refuse_nan(name: str, weight: RawTensor, start: int, stop: int) -> None:
-    columns = weight.shape[1]
-    _check_piece(name, weight.shape, weight.data[start * columns : stop * columns], start * columns)
 
 
 def _check_piece(name: str, shape: tuple[int, ...], piece: npt.NDArray[np.uint8], start: int) -> None:

@@ -7,7 +7,7 @@ one, both two's complement (modelopt's `pack_int4_in_uint8`, read by TensorRT-LL
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Protocol
 
 import torch
 
@@ -19,6 +19,16 @@ if TYPE_CHECKING:
 GROUP_SIZES = (128, 64, 32)  # those that TensorRT's INT4 dequantization fuses into a GEMM
 LOWEST, HIGHEST = -8, 7
 TILE_ELEMENTS = 1 << 18  # 1 MiB of float32: large enough to hide torch's cost per call, small enough for a core's L2
+
+
+class Rows(Protocol):
+    """What a weight [O, I] must be able to: a tensor, or something that makes rows when asked for them."""
+
+    @property
+    def shape(self) -> tuple[int, ...]: ...
+    @property
+    def dtype(self) -> torch.dtype: ...
+    def __getitem__(self, rows: slice, /) -> Tensor: ...
 
 
 def pick_group(in_features: int, wanted: int) -> int | None:
@@ -52,7 +62,7 @@ def quantize(
 
 
 def quantize_packed(
-    weight: Tensor,
+    weight: Rows,
     group: int,
     *,
     scale_dtype: torch.dtype | None = None,
@@ -125,7 +135,7 @@ class _Rounder:
     """Two steps over a tile of rows, in buffers made once: the tile's scales, then its rounded weights."""
 
     def __init__(
-        self, weight: Tensor, group: int, scale_dtype: torch.dtype | None, limits: Tensor | None, name: str
+        self, weight: Rows, group: int, scale_dtype: torch.dtype | None, limits: Tensor | None, name: str
     ) -> None:
         self.weight, self.group, self.limits, self.name = weight, group, limits, name
         self.scale_dtype = scale_dtype or weight.dtype

@@ -30,7 +30,7 @@ class Format:
 
     quant_algo: str
     describe: Callable[[Linear], list[TensorInfo]]
-    pack: Callable[[Linear, Tensor, Tensor | None, torch.dtype], list[RawTensor]]
+    pack: Callable[[Linear, int4.Rows, Tensor | None, torch.dtype], list[RawTensor]]
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -50,7 +50,7 @@ def _describe_int4(linear: Linear) -> list[TensorInfo]:
     ]
 
 
-def _pack_int4(linear: Linear, weight: Tensor, limits: Tensor | None, scale_dtype: torch.dtype) -> list[RawTensor]:
+def _pack_int4(linear: Linear, weight: int4.Rows, limits: Tensor | None, scale_dtype: torch.dtype) -> list[RawTensor]:
     packed, scales = int4.quantize_packed(
         weight, linear.group, scale_dtype=scale_dtype, limits=limits, name=f"{linear.name}.weight"
     )

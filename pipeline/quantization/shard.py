@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING
 
 import torch
 
-from pipeline.checkpoint.block_scales import read_weight
+from pipeline.checkpoint.block_scales import open_rows, read_weight
 from pipeline.checkpoint.layouts.rows import MTP_PREFIX
 from pipeline.checkpoint.layouts.scales import FP8, TARGET_SUFFIX
 from pipeline.checkpoint.safetensors_file import write_safetensors
@@ -24,6 +24,7 @@ if TYPE_CHECKING:
 
     from pipeline.checkpoint.folder import CheckpointFolder
     from pipeline.progress import Progress
+    from pipeline.quantization.int4 import Rows
     from pipeline.quantization.layer import LayerPlan
     from pipeline.quantization.methods import Format
     from pipeline.quantization.rules import Linear
@@ -72,7 +73,11 @@ def _make(
         elif linear is None:
             yield adjustments.apply_16bit(name, source.read(name))
         else:
-            weight = adjustments.apply(name, read_weight(source, name))
+            weight: Rows
+            if source.tensors[name].dtype == FP8 and not adjustments.touches(name):
+                weight = open_rows(source, name)
+            else:
+                weight = adjustments.apply(name, read_weight(source, name))
             limits = adjustments.apply_limits(linear.name, plan.limits.get(linear.name))
             yield from form.pack(linear, weight, limits, adjustments.dtype)
             if linear.name in adjustments.vectors:
