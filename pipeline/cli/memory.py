@@ -20,22 +20,28 @@ INT4_METHODS = ("awq", "rtn")
 
 
 def describe_memory(config: Config, architecture: Architecture, tensors: Mapping[str, TensorInfo]) -> dict[str, Any]:
-    """Bytes of weights, workspace, KV cache and the rest against the GPU's, and the largest batch for each length."""
+    """Bytes of weights, workspace, KV cache and the rest against the GPU's, and the largest batch for each length. Of
+    several GPUs, those of the one with the heaviest layers."""
     from pipeline.config.case import Case
     from pipeline.engine.memory import RESERVE_BYTES, Int4Rules, fit_batches, plan_memory
-    from pipeline.stages.build import build_limits
+    from pipeline.engine.split import Split
 
     dtype = config.stages.convert.dtype or architecture.dtype
-    quantize, limits, moe = config.stages.quantize, build_limits(config), config.stages.build.moe
+    quantize, limits, moe = config.stages.quantize, config.stages.build.limits(), config.stages.build.moe
     int4 = None
     if quantize.method in INT4_METHODS:
         int4 = Int4Rules(include=quantize.include, exclude=quantize.exclude, group_size=quantize.group_size)
     fp8 = Case(config=config, architecture=architecture, tensors=tensors).kept_fp8 is not None
-    plan = plan_memory(architecture, dtype=dtype, limits=limits, int4=int4, fp8=fp8, moe=moe)
+    split = Split(**config.target.parallel.model_dump())
+    plan = plan_memory(architecture, dtype=dtype, limits=limits, int4=int4, fp8=fp8, moe=moe, split=split)
     gpu_bytes = config.target.device.memory_bytes
-    fits = fit_batches(architecture, gpu_bytes=gpu_bytes, dtype=dtype, limits=limits, int4=int4, fp8=fp8, moe=moe)
+    fits = fit_batches(
+        architecture, gpu_bytes=gpu_bytes, dtype=dtype, limits=limits, int4=int4, fp8=fp8, moe=moe, split=split
+    )
     return {
         "gpu": config.target.gpu,
+        "gpus": split.gpus,
+        "parallel": config.target.parallel.model_dump(),
         "gpu_bytes": gpu_bytes,
         "weights_bytes": plan.weights_bytes,
         "workspace_bytes": plan.workspace_bytes,
@@ -54,7 +60,7 @@ def describe_memory(config: Config, architecture: Architecture, tensors: Mapping
 
 
 def print_memory(memory: Mapping[str, Any]) -> None:
-    print_title(f"memory of one {memory['gpu']}, {format_bytes(memory['gpu_bytes'])}")
+    print_title(f"memory of {_name_gpus(memory)}, {format_bytes(memory['gpu_bytes'])}")
     largest_profile = max(memory["profiles"], key=lambda profile: int(profile["workspace_bytes"]))["profile"]
     per_token = format_bytes(memory["kv_bytes_per_token"])
     rows = [
@@ -68,7 +74,17 @@ def print_memory(memory: Mapping[str, Any]) -> None:
     print_table([(name, format_bytes(nbytes), note) for name, nbytes, note in rows])
     if not memory["fits"]:
         click.secho("  does not fit: lower the limits under stages.build, or take a larger GPU", fg="red", bold=True)
-    print_title("largest batch that fits, in an engine built for that length")
+    if memory["gpus"] > 1:
+        click.echo("  buffers of the exchange between GPUs are not counted")
+    per_gpu = ", of each GPU's own sequences" if memory["parallel"]["expert"] > 1 else ""
+    print_title(f"largest batch that fits, in an engine built for that length{per_gpu}")
     print_table(
         [(f"{fit['length']} tokens", f"x {fit['batch']}" if fit["batch"] else "-") for fit in memory["largest"]]
     )
+
+
+def _name_gpus(memory: Mapping[str, Any]) -> str:
+    if memory["gpus"] == 1:
+        return f"one {memory['gpu']}"
+    sizes = " x ".join(f"{name} {size}" for name, size in memory["parallel"].items() if size > 1)
+    return f"each of {memory['gpus']} {memory['gpu']} ({sizes})"

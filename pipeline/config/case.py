@@ -40,7 +40,7 @@ class Linear:
 
     @property
     def is_row_parallel(self) -> bool:
-        return self.name.endswith(ROW_PARALLEL)
+        return self.name.endswith(ROW_PARALLEL) or (self.role == "experts" and self.name.endswith(".proj"))
 
     def pick_group(self, wanted: int) -> int | None:
         """The largest group size not above `wanted` that divides the input; None where none does.

@@ -7,6 +7,7 @@ from dataclasses import dataclass
 
 from pipeline.config.case import STATIC_ROPES, Case
 from pipeline.config.gpus import supported_sms
+from pipeline.errors import CompatibilityError
 
 
 @dataclass(frozen=True, slots=True)
@@ -140,29 +141,18 @@ def _find_long_text(case: Case) -> str | None:
     )
 
 
-def _find_large_profile(case: Case) -> str | None:
-    build = case.build
-    for profile in build.profiles:
-        if profile.batch > build.max_batch_size:
-            return f"a batch of {profile.batch} is more than max_batch_size {build.max_batch_size}"
-        if profile.length > build.max_seq_len:
-            return f"a length of {profile.length} is more than max_seq_len {build.max_seq_len}"
+def _find_wrong_limits(case: Case) -> str | None:
+    """What the engine itself refuses, before there is one."""
+    try:
+        case.build.limits()
+    except CompatibilityError as error:
+        return f"{error.message} ({error.hint})"
     return None
 
 
 def _find_few_rows(case: Case) -> str | None:
     rows, batch = case.build.max_num_tokens, case.build.max_batch_size
     return f"{rows} rows cannot hold one token of each of {batch} sequences (max_batch_size)" if rows < batch else None
-
-
-def _find_small_pool(case: Case) -> str | None:
-    need = 1 + -(-case.build.max_seq_len // case.build.block_size)
-    if case.build.pool_blocks >= need:
-        return None
-    return (
-        f"{case.build.pool_blocks} blocks of {case.build.block_size} tokens cannot hold one sequence of max_seq_len "
-        f"{case.build.max_seq_len}: {need} are needed, one of them to pad with"
-    )
 
 
 def _find_gathered_context(case: Case) -> str | None:
@@ -229,22 +219,16 @@ RULES: tuple[Rule, ...] = (
     Rule("context_of_model", "stages.build.max_seq_len", _find_long_sequences, "lower max_seq_len"),
     Rule("text_within_context", "stages", _find_long_text, "shorten the pieces"),
     Rule(
-        "profiles_within_limits",
-        "stages.build.generation",
-        _find_large_profile,
-        "raise the limit or shrink the profile",
+        "limits_agree",
+        "stages.build",
+        _find_wrong_limits,
+        "profiles lie within max_batch_size and max_seq_len, one of them reaches the latter, the pool holds a sequence",
     ),
     Rule(
         "rows_hold_batch",
         "stages.build.max_num_tokens",
         _find_few_rows,
         "raise max_num_tokens to max_batch_size or more",
-    ),
-    Rule(
-        "pool_holds_sequence",
-        "stages.build.max_blocks",
-        _find_small_pool,
-        "raise max_blocks, or add a profile of max_seq_len",
     ),
     Rule(
         "gather_is_for_generation",

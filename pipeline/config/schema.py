@@ -65,7 +65,7 @@ class ModelSource(Section):
 
 
 class Parallel(Section):
-    """How many GPUs share one model. Each size must divide what it splits."""
+    """How many GPUs share one model: tensor x pipeline x expert. Each size must divide what it splits."""
 
     tensor: Positive = Field(default=1, description="Tensor parallel size: splits heads and intermediate sizes.")
     pipeline: Positive = Field(default=1, description="Pipeline parallel size: splits decoder layers.")

@@ -3,9 +3,12 @@
 from __future__ import annotations
 
 from pathlib import Path
-from typing import Annotated, Literal
+from typing import TYPE_CHECKING, Annotated, Literal
 
 from pydantic import BaseModel, ConfigDict, Field
+
+if TYPE_CHECKING:
+    from pipeline.engine.limits import BuildLimits
 
 # Which linears `stages.quantize.include` may name. The norms, the router, the embedding, the head and MLA's latent
 # projections are not among them: few bytes, or much harm.
@@ -63,7 +66,8 @@ class Quantize(Section):
     calibration: Calibration = Field(default=Calibration(), description="What AWQ measures activations on.")
     unrouted_experts: Literal["round_to_nearest", "error", "share_scale"] = Field(
         default="round_to_nearest",
-        description="Experts that calibration gave fewer than 32 tokens: quantize without a search, stop, or take the layer's.",
+        description="Experts that calibration gave fewer than 32 tokens: quantize without a search, stop, or take the "
+        "layer's.",
     )
     clip: bool = Field(
         default=True, description="awq: also search a clipping range for each group, as AWQ's authors do."
@@ -178,6 +182,19 @@ class Build(Section):
         if self.max_blocks is not None:
             return self.max_blocks
         return 1 + max(p.batch * -(-p.length // self.block_size) for p in self.profiles)
+
+    def limits(self) -> BuildLimits:
+        """The engine's limits, defaults resolved. Raises CompatibilityError where they contradict each other."""
+        from pipeline.engine.limits import BuildLimits, Rectangle
+
+        return BuildLimits(
+            max_seq_len=self.max_seq_len,
+            max_batch_size=self.max_batch_size,
+            max_num_tokens=self.max_num_tokens,
+            generation=tuple(Rectangle(batch=p.batch, length=p.length) for p in self.profiles),
+            block_size=self.block_size,
+            max_blocks=self.pool_blocks,
+        )
 
 
 class Package(Section):

@@ -153,4 +153,4 @@ class BuildLimits:
 
 
 def _refuse(problem: str, hint: str) -> CompatibilityError:
-    return CompatibilityError(f"stages.build: {problem}", hint=hint)
+    return CompatibilityError(problem, hint=hint)

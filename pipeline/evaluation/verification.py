@@ -40,7 +40,8 @@ class Verification:
 
     def to_json(self) -> dict[str, Any]:
         """JSON, in which a number that is not finite is spelled as text: a failed proof has its report, too."""
-        return _spell_numbers(self._record())
+        record: dict[str, Any] = _spell_numbers(self._record())
+        return record
 
     def _record(self) -> dict[str, Any]:
         return {

@@ -13,7 +13,6 @@ if TYPE_CHECKING:
     from collections.abc import Mapping
 
     from pipeline.config.schema import Config
-    from pipeline.engine.limits import BuildLimits
 
 ENGINE = "model.engine"
 LOG = "build.log"
@@ -25,21 +24,6 @@ def _parameters(config: Config) -> Mapping[str, Any]:
 
 def _target(config: Config) -> Any:
     return {"backend": config.target.backend, "sm": config.target.device.sm}
-
-
-def build_limits(config: Config) -> BuildLimits:
-    """The engine's limits, with the defaults of the config resolved."""
-    from pipeline.engine.limits import BuildLimits, Rectangle
-
-    build = config.stages.build
-    return BuildLimits(
-        max_seq_len=build.max_seq_len,
-        max_batch_size=build.max_batch_size,
-        max_num_tokens=build.max_num_tokens,
-        generation=tuple(Rectangle(batch=p.batch, length=p.length) for p in build.profiles),
-        block_size=build.block_size,
-        max_blocks=build.pool_blocks,
-    )
 
 
 def _run(context: StageContext) -> None:
@@ -54,7 +38,7 @@ def _run(context: StageContext) -> None:
         backend=config.target.backend,
         checkpoint=checkpoint,
         spec=spec,
-        limits=build_limits(config),
+        limits=config.stages.build.limits(),
         sm=config.target.device.sm,
         output=folder / ENGINE,
         log=folder / LOG,

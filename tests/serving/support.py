@@ -17,7 +17,6 @@ from pipeline.network.program import Program
 from pipeline.network.spec import NetworkSpec
 from pipeline.runtime.generation import generate
 from pipeline.runtime.runner import InterpreterRunner
-from pipeline.stages.build import build_limits
 from pipeline.triton.repository import Repository, emit_repository
 from pipeline.workspace import FolderWorkspace
 
@@ -81,7 +80,7 @@ def serve_package(folder: Path, source: Path, config: Config | None = None) -> S
         sm=89,
         network_digest=program.digest(),
         spec=spec,
-        limits=build_limits(config),
+        limits=config.stages.build.limits(),
         inputs=(),
         outputs=(),
         profiles=(),
