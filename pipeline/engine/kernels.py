@@ -31,11 +31,13 @@ _FLOAT32 = _INT32 = 4
 _LAYERS_THAT_COUNT = 2
 
 
-def plan_workspace(architecture: Architecture, profile: Profile, *, dtype: str, block_size: int, moe: str) -> Workspace:
-    """The workspace that an engine will state for this profile, and what it is made of."""
-    step = _Step(
-        a=architecture, n={**profile.maximum, "K": profile.maximum["MB"] * block_size}, e=DTYPE_BYTES[dtype], moe=moe
-    )
+def plan_workspace(
+    architecture: Architecture, profile: Profile, *, dtype: str, block_size: int, moe: str, exchanged: int = 1
+) -> Workspace:
+    """The workspace that an engine will state for this profile, and what it is made of. exchanged: how many GPUs send
+    their rows to the routed experts here, each at worst all of them."""
+    sizes = {**profile.maximum, "K": profile.maximum["MB"] * block_size}
+    step = _Step(a=architecture, n=sizes, e=DTYPE_BYTES[dtype], moe=moe, exchanged=exchanged)
     layers = range(architecture.num_layers)
     kinds = [[layer for layer in layers if architecture.is_routed(layer) is routed] for routed in (False, True)]
     _write_decoder(step, sorted(layer for kind in kinds for layer in kind[:_LAYERS_THAT_COUNT]))
@@ -48,6 +50,7 @@ class _Step:
     n: dict[str, int]
     e: int
     moe: str
+    exchanged: int = 1
     plan: Schedule = field(default_factory=Schedule)
     # Made by the first layer, read by all: the mask, RoPE's rows of the tables.
     shared: tuple[Buffer, ...] = ()
@@ -196,9 +199,9 @@ def _gated_mlp(s: _Step, normal: Buffer, width: int) -> Buffer:
 def _routed_dense(s: _Step, residual: Buffer, normal: Buffer) -> tuple[Buffer, ...]:
     """Every expert on every row, E x T of them; the router beside them on a stream of its own where that is work."""
     experts = _experts(s)
-    t, width, count = s.n["T"], experts.intermediate_size, experts.num_routed
-    wide = t * s.a.hidden_size * _FLOAT32
-    router_input, experts_input = s.plan.kernel(normal, router_input_float32=wide, experts_input=s.hidden)
+    t, width, count = s.n["T"] * s.exchanged, experts.intermediate_size, experts.num_routed
+    wide, narrow = t * s.a.hidden_size * _FLOAT32, t * s.a.hidden_size * s.e
+    router_input, experts_input = s.plan.kernel(normal, router_input_float32=wide, experts_input=narrow)
     if count * t * s.a.hidden_size * 2 * width >= FORKED_EXPERTS:
         s.plan.fork()
         s.has_streams = True
@@ -206,7 +209,7 @@ def _routed_dense(s: _Step, residual: Buffer, normal: Buffer) -> tuple[Buffer, .
     s.plan.next_stream()
     (both,) = s.plan.gemm(experts_input, experts_gate_and_up=count * t * 2 * width * s.e)
     (gated,) = s.plan.kernel(both, experts_gated=count * t * width * s.e)
-    (down,) = s.plan.gemm(gated, experts_down=count * s.hidden)
+    (down,) = s.plan.gemm(gated, experts_down=count * narrow)
     s.plan.join()
     (total,) = s.plan.kernel(down, one_hot, experts_sum_float32=wide)
     shared = (_gated_mlp(s, normal, width * experts.num_shared),) if experts.num_shared else ()
@@ -216,7 +219,7 @@ def _routed_dense(s: _Step, residual: Buffer, normal: Buffer) -> tuple[Buffer, .
 def _routed_gather(s: _Step, residual: Buffer, normal: Buffer) -> tuple[Buffer, ...]:
     """Every row's own experts, their weights unpacked and copied: k x T matrices of each linear, on three streams."""
     experts = _experts(s)
-    pairs, width, e = s.n["T"] * experts.top_k, experts.intermediate_size, s.e
+    pairs, width, e = s.n["T"] * s.exchanged * experts.top_k, experts.intermediate_size, s.e
     router_input, rows = s.plan.kernel(
         normal, router_input_float32=s.hidden // e * _FLOAT32, experts_input=experts.top_k * s.hidden
     )

@@ -1,52 +1,31 @@
 """What an engine will need of the GPU's memory, before anything is converted: for `plan` and the config's checks.
 
-Weights from the layout (which tensors there are) and the quantization rules, workspace from kernels.py, the KV cache
-from the architecture. Pure Python, by kinds of layers: DeepSeek-V3's 90,000 tensors cost no more than a small model's.
+Weights from weights.py, workspace from kernels.py, the KV cache from the architecture. Pure Python.
 """
 
 from __future__ import annotations
 
 import math
-import re
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 from dataclasses import dataclass, field, replace
-from fnmatch import translate
 from typing import TYPE_CHECKING
 
-from pipeline.checkpoint.layouts import list_kinds
-from pipeline.checkpoint.layouts.scales import BLOCK, count_blocks
 from pipeline.engine.kernels import DTYPE_BYTES, plan_workspace
 from pipeline.engine.limits import BuildLimits, Profile, Rectangle
+from pipeline.engine.split import WHOLE, Split
+from pipeline.engine.weights import Int4Rules, estimate_weights
 from pipeline.engine.workspace import Workspace
 from pipeline.network.inputs import network_inputs, network_outputs
 from pipeline.network.spec import NetworkSpec
 
 if TYPE_CHECKING:
     from pipeline.checkpoint.architecture import Architecture
-    from pipeline.checkpoint.layouts import Kind
 
 # What the CUDA context, the kernels' code and TensorRT's own objects take beside what is planned here. Not measured: no
 # GPU has run these engines yet; CUDA contexts of this size are usual.
 RESERVE_BYTES = 1 << 30
-GROUP_SIZES = (128, 64, 32)
 _FLOAT32 = 4
-# Roles of the linears that DeepSeek ships in FP8 blocks.
-FP8_ROLES = ("experts", "shared_experts", "mlp", "attention_output", "attention_input", "attention_latent")
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class Int4Rules:
-    """Which linears become INT4: roles to include, shell patterns of engine names to leave out, the group wanted."""
-
-    include: Sequence[str]
-    exclude: Sequence[str] = ()
-    group_size: int = 128
-
-    def pick_group(self, role: str, shape: tuple[int, ...]) -> int | None:
-        """The group of a linear [out, in], None where it stays 16-bit."""
-        if role not in self.include or len(shape) != 2 or shape[0] % 2:
-            return None
-        return next((size for size in GROUP_SIZES if size <= self.group_size and shape[1] % size == 0), None)
+__all__ = ["RESERVE_BYTES", "Fit", "Int4Rules", "MemoryPlan", "estimate_weights", "fit_batches", "plan_memory"]
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -86,19 +65,20 @@ def plan_memory(
     int4: Int4Rules | None = None,
     fp8: bool = False,
     moe: str = "dense",
+    split: Split = WHOLE,
 ) -> MemoryPlan:
-    """What an engine of these limits needs. dtype: of 16/32-bit weights, activations and the KV cache. fp8: linears
-    stay in the source's FP8 blocks."""
-    spec = NetworkSpec(dtype=dtype, max_seq_len=limits.max_seq_len, block_size=limits.block_size, moe=moe)
+    """What an engine of these limits needs; of a split model, the GPU with the heaviest layers. dtype: of 16/32-bit
+    weights, activations and the KV cache. fp8: linears stay in the source's FP8 blocks."""
+    part = _pick_part(architecture, dtype, limits, int4, fp8=fp8, moe=moe, split=split)
     profiles = limits.profiles()
-    per_token = _kv_bytes_per_token(architecture, dtype)
+    per_token = part.kv_bytes_per_token
     return MemoryPlan(
-        weights_bytes=estimate_weights(architecture, dtype=dtype, max_seq_len=limits.max_seq_len, int4=int4, fp8=fp8),
-        workspaces=tuple((profile, _plan(architecture, profile, spec)) for profile in profiles),
+        weights_bytes=part.weights,
+        workspaces=tuple((profile, part.plan(profile)) for profile in profiles),
         kv_bytes_per_token=per_token,
         kv_bytes_per_block=per_token * limits.block_size,
         pool_bytes=per_token * limits.block_size * limits.max_blocks,
-        io_bytes=max(_io_bytes(architecture, spec, profile) for profile in profiles),
+        io_bytes=max(part.io_bytes(profile) for profile in profiles),
     )
 
 
@@ -111,78 +91,102 @@ def fit_batches(
     int4: Int4Rules | None = None,
     fp8: bool = False,
     moe: str = "dense",
+    split: Split = WHOLE,
 ) -> tuple[Fit, ...]:
     """The largest batch for each length from 1K doubling up to max_seq_len, if the engine were built for just that.
 
     Keeps the limits' rows per context step; a context step holds no more sequences than the limits allow it.
     """
-    fits = []
-    weights = estimate_weights(architecture, dtype=dtype, max_seq_len=limits.max_seq_len, int4=int4, fp8=fp8)
-    for length in _lengths(limits.max_seq_len):
-        needs = _Needs(architecture=architecture, dtype=dtype, limits=limits, moe=moe, weights=weights, length=length)
-        fits.append(Fit(length=length, batch=_find_largest(needs.nbytes, gpu_bytes)))
-    return tuple(fits)
+    part = _pick_part(architecture, dtype, limits, int4, fp8=fp8, moe=moe, split=split)
+    return tuple(
+        Fit(length=length, batch=_find_largest(_Needs(part=part, limits=limits, length=length).nbytes, gpu_bytes))
+        for length in _lengths(limits.max_seq_len)
+    )
 
 
-def estimate_weights(
-    architecture: Architecture, *, dtype: str, max_seq_len: int, int4: Int4Rules | None = None, fp8: bool = False
-) -> int:
-    """Bytes of weights that the engine file will state, RoPE's tables among them."""
-    e = DTYPE_BYTES[dtype]
-    total = 0
-    for kind in list_kinds(architecture):
-        mapping = kind.first
-        if mapping.optional:
-            continue
-        if fp8 and mapping.role in FP8_ROLES and len(mapping.target_shape) == 2:
-            blocks = math.prod(count_blocks(mapping.target_shape))
-            total += kind.count * blocks * (BLOCK * BLOCK + _FLOAT32)  # the last ones are filled up
-            continue
-        elements, quantized = math.prod(mapping.target_shape), 0
-        group = int4.pick_group(mapping.role, mapping.target_shape) if int4 else None
-        if int4 and group:
-            quantized = kind.count - _count_excluded(kind, int4.exclude)
-            total += quantized * (elements // 2 + elements // group * e)
-        # Routers run in float32, and their constants are widened when the engine is built.
-        total += (kind.count - quantized) * elements * (_FLOAT32 if mapping.role == "router" else e)
-    rotary = architecture.latent.qk_rope_head_dim if architecture.latent else architecture.head_dim
-    return total + max_seq_len * rotary * _FLOAT32
+@dataclass(frozen=True, slots=True, kw_only=True)
+class _Part:
+    """One GPU's part of the model: what it computes, as a model of its own, and its bytes of weights. `exchanged`: how
+    many GPUs' rows its experts see."""
+
+    architecture: Architecture
+    spec: NetworkSpec
+    weights: int
+    exchanged: int
+
+    @property
+    def kv_bytes_per_token(self) -> int:
+        per_layer = sum(heads * width for heads, width in self.architecture.cache_widths)
+        return per_layer * DTYPE_BYTES[self.spec.dtype] * self.architecture.num_layers
+
+    def plan(self, profile: Profile) -> Workspace:
+        s = self.spec
+        return plan_workspace(
+            self.architecture, profile, dtype=s.dtype, block_size=s.block_size, moe=s.moe, exchanged=self.exchanged
+        )
+
+    def io_bytes(self, profile: Profile) -> int:
+        """Step inputs and the logits; the pools are counted as the KV cache."""
+        ports = (*network_inputs(self.architecture, self.spec), network_outputs(self.architecture, self.spec)[0])
+        # Pools are the ports of rank 4; everything else is int32 or float32.
+        return sum(math.prod(port.resolve(profile.maximum)) * _FLOAT32 for port in ports if len(port.axes) < 4)
 
 
-def _plan(architecture: Architecture, profile: Profile, spec: NetworkSpec) -> Workspace:
-    return plan_workspace(architecture, profile, dtype=spec.dtype, block_size=spec.block_size, moe=spec.moe)
+def _pick_part(
+    architecture: Architecture,
+    dtype: str,
+    limits: BuildLimits,
+    int4: Int4Rules | None,
+    *,
+    fp8: bool,
+    moe: str,
+    split: Split,
+) -> _Part:
+    """The part with the most weights: of pipeline stages, the cache and the workspace are alike."""
+    weights = {
+        layers: estimate_weights(
+            architecture, dtype=dtype, max_seq_len=limits.max_seq_len, int4=int4, fp8=fp8, split=split, layers=layers
+        )
+        for layers in split.stages(architecture)
+    }
+    heaviest = max(weights, key=lambda layers: weights[layers])
+    spec = NetworkSpec(dtype=dtype, max_seq_len=limits.max_seq_len, block_size=limits.block_size, moe=moe)
+    return _Part(
+        architecture=split.shrink(architecture, heaviest),
+        spec=spec,
+        weights=weights[heaviest],
+        exchanged=split.expert,
+    )
 
 
 @dataclass(slots=True, kw_only=True)
 class _Needs:
     """Bytes for an engine of one rectangle, as a function of its batch."""
 
-    architecture: Architecture
-    dtype: str
+    part: _Part
     limits: BuildLimits
-    moe: str
-    weights: int
     length: int
-    contexts: dict[int, int] = field(default_factory=dict)  # sequences of a context step -> its workspace
+    # sequences and rows of a context step -> its workspace
+    contexts: dict[tuple[int, int], int] = field(default_factory=dict)
 
     def nbytes(self, batch: int) -> int:
         limits = replace(
             self.limits,
             max_seq_len=self.length,
             max_batch_size=batch,
+            max_num_tokens=max(batch, self.limits.max_num_tokens),  # a step holds a token of each
             generation=(Rectangle(batch=batch, length=self.length),),
             max_blocks=batch * -(-self.length // self.limits.block_size) + 1,
         )
-        a, size = self.architecture, limits.block_size
-        spec = NetworkSpec(dtype=self.dtype, max_seq_len=self.length, block_size=size, moe=self.moe)
         context, generation = limits.profiles()
         sequences = min(batch, self.limits.context_batch)
-        if sequences not in self.contexts:
+        key = (sequences, limits.max_num_tokens)
+        if key not in self.contexts:
             context = replace(context, maximum={**context.maximum, "B": sequences, "N": sequences})
-            self.contexts[sequences] = _plan(a, context, spec).nbytes
-        workspace = max(_plan(a, generation, spec).nbytes, self.contexts[sequences])
-        pool = limits.max_blocks * size * _kv_bytes_per_token(a, self.dtype)
-        return self.weights + workspace + pool + _io_bytes(a, spec, generation) + RESERVE_BYTES
+            self.contexts[key] = self.part.plan(context).nbytes
+        workspace = max(self.part.plan(generation).nbytes, self.contexts[key])
+        pool = limits.max_blocks * limits.block_size * self.part.kv_bytes_per_token
+        return self.part.weights + workspace + pool + self.part.io_bytes(generation) + RESERVE_BYTES
 
 
 def _find_largest(needs: Callable[[int], int], available: int) -> int:
@@ -201,18 +205,6 @@ def _find_largest(needs: Callable[[int], int], available: int) -> int:
     return low
 
 
-def _kv_bytes_per_token(architecture: Architecture, dtype: str) -> int:
-    per_layer = sum(heads * width for heads, width in architecture.cache_widths)
-    return per_layer * DTYPE_BYTES[dtype] * architecture.num_layers
-
-
-def _io_bytes(architecture: Architecture, spec: NetworkSpec, profile: Profile) -> int:
-    """Step inputs and the logits; the pools are counted as the KV cache."""
-    ports = (*network_inputs(architecture, spec), network_outputs(architecture, spec)[0])
-    # Pools are the ports of rank 4; everything else is int32 or float32.
-    return sum(math.prod(port.resolve(profile.maximum)) * _FLOAT32 for port in ports if len(port.axes) < 4)
-
-
 def _lengths(longest: int) -> list[int]:
     lengths = []
     length = 1024
@@ -220,12 +212,3 @@ def _lengths(longest: int) -> list[int]:
         lengths.append(length)
         length *= 2
     return [*lengths, longest]
-
-
-def _count_excluded(kind: Kind, patterns: Sequence[str]) -> int:
-    """How many of the tensors of a kind a pattern names, with or without `.weight`."""
-    if not patterns:
-        return 0
-    # One expression for all patterns: DeepSeek-V3 has 45,000 expert linears to hold against them.
-    excludes = re.compile("|".join(map(translate, patterns))).match
-    return sum(1 for name in kind.names() if excludes(name.removesuffix(".weight")) or excludes(name))

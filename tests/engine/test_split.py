@@ -1,0 +1,115 @@
+"""A model over several GPUs, held against a count tensor by tensor and against the whole."""
+
+from __future__ import annotations
+
+import math
+from typing import Any
+
+import pytest
+
+from pipeline.checkpoint.architecture import Architecture, parse_architecture
+from pipeline.checkpoint.layouts import layout_for
+from pipeline.engine.memory import Int4Rules, estimate_weights, fit_batches, plan_memory
+from pipeline.engine.split import Split
+from tests.engine.test_memory import ROLES, V3_SIZES, limits
+from tests.fixtures import LLAMA_CONFIG, V2_CONFIG
+
+V2 = parse_architecture(V2_CONFIG | {"num_hidden_layers": 4, "torch_dtype": "float16"})
+LLAMA = parse_architecture(LLAMA_CONFIG | {"num_hidden_layers": 4})
+V3 = parse_architecture(V3_SIZES)
+RULES = Int4Rules(include=ROLES)
+ROUTED_LAYERS = 58
+A100 = 80 << 30
+
+
+def _weights(architecture: Architecture, split: Split = Split(), **options: Any) -> int:  # noqa: B008
+    """Without the tables."""
+    tables = 64 * (architecture.latent.qk_rope_head_dim if architecture.latent else architecture.head_dim) * 4
+    return estimate_weights(architecture, dtype="float16", max_seq_len=64, split=split, **options) - tables
+
+
+def _count(architecture: Architecture, held: Any) -> int:
+    """Bytes of 16-bit weights, tensor by tensor; `held`: the share of a mapping that one GPU has."""
+    total = 0.0
+    for mapping in layout_for(architecture).mappings():
+        if not mapping.optional:
+            total += math.prod(mapping.target_shape) * (4 if mapping.role == "router" else 2) * held(mapping)
+    return int(total)
+
+
+def test_tensor_parallelism_splits_heads_and_columns_only() -> None:
+    whole = ("q_a_", "kv_a_", "norm", "ln_f", "router", "embedding")
+    expected = _count(V2, lambda m: 1 if any(part in m.target for part in whole) else 0.25)
+    assert _weights(V2, Split(tensor=4)) == expected < _weights(V2)
+    llama = _count(LLAMA, lambda m: 1 if any(part in m.target for part in whole) else 0.5)
+    assert _weights(LLAMA, Split(tensor=2)) == llama
+
+
+def test_expert_parallelism_splits_experts_only() -> None:
+    expected = _count(V2, lambda m: 0.25 if m.role == "experts" else 1)
+    assert _weights(V2, Split(expert=4)) == expected
+
+
+def test_both_split_the_experts() -> None:
+    both, tensor = _weights(V2, Split(tensor=2, expert=4)), _weights(V2, Split(tensor=2))
+    experts = _count(V2, lambda m: m.role == "experts")
+    assert tensor - both == experts // 2 - experts // 8
+
+
+def test_pipeline_stages_hold_the_whole_model_once() -> None:
+    for architecture in (V2, LLAMA):
+        split = Split(pipeline=2)
+        parts = [_weights(architecture, split, layers=layers) for layers in split.stages(architecture)]
+        assert sum(parts) == _weights(architecture)
+    assert split.stages(LLAMA) == [range(2), range(2, 4)]
+
+
+def test_a_tied_head_is_at_both_ends() -> None:
+    tied = parse_architecture(LLAMA_CONFIG | {"num_hidden_layers": 4, "tie_word_embeddings": True})
+    split = Split(pipeline=2)
+    parts = [_weights(tied, split, layers=layers) for layers in split.stages(tied)]
+    assert sum(parts) == _weights(tied) + 2 * tied.vocab_size * tied.hidden_size
+
+
+def test_the_first_stage_keeps_the_dense_layers() -> None:
+    split = Split(pipeline=2)
+    first, second = (split.shrink(V2, layers) for layers in split.stages(V2))
+    assert [first.is_routed(layer) for layer in range(2)] == [False, True]
+    assert [second.is_routed(layer) for layer in range(2)] == [True, True]
+
+
+def test_one_gpus_part_of_v3() -> None:
+    """671B parameters in INT4 are 4.125 + 16/128 bits each, over 8 GPUs; attention's latent and the embedding stay."""
+    part = plan_memory(V3, dtype="float16", limits=limits(16, 4096), int4=RULES, split=Split(tensor=8))
+    experts = ROUTED_LAYERS * 256 * 3 * 7168 * 2048 * (0.5 + 2 / 128)
+    assert experts / 8 < part.weights_bytes < experts / 8 * 1.2
+    whole = plan_memory(V3, dtype="float16", limits=limits(16, 4096), int4=RULES)
+    assert part.kv_bytes_per_token == whole.kv_bytes_per_token  # one latent, read by all heads
+    assert part.workspace_bytes < whole.workspace_bytes
+    assert whole.total_bytes > A100 > part.total_bytes
+
+
+@pytest.mark.parametrize("split", [Split(tensor=8), Split(expert=8), Split(tensor=4, expert=2)])
+def test_what_fits_has_room_and_one_more_has_not(split: Split) -> None:
+    given = limits(8, 2048)
+    for fit in fit_batches(V3, gpu_bytes=A100, dtype="float16", limits=given, int4=RULES, split=split):
+        assert fit.batch > 8
+        plan = plan_memory(V3, dtype="float16", limits=limits(fit.batch, fit.length), int4=RULES, split=split)
+        # Its context step may be larger than the limits', so this is no more than what fits.
+        assert plan.weights_bytes + plan.pool_bytes + plan.workspaces[1][1].nbytes < A100
+
+
+def test_kv_heads_are_split_with_the_query_heads() -> None:
+    whole = plan_memory(LLAMA, dtype="float16", limits=limits(2, 128))
+    part = plan_memory(LLAMA, dtype="float16", limits=limits(2, 128), split=Split(tensor=2, pipeline=2))
+    assert part.kv_bytes_per_token * 4 == whole.kv_bytes_per_token
+
+
+def test_experts_see_the_rows_of_all_their_gpus() -> None:
+    """An eighth of the experts on eight times the rows: what they write is as large as without a split."""
+    given = limits(8, 2048)
+    whole, part = (
+        dict(plan_memory(V3, dtype="float16", limits=given, split=split).workspaces[0][1].terms)
+        for split in (Split(), Split(expert=8))
+    )
+    assert part["experts_down"] == whole["experts_down"] == 256 * 1024 * 7168 * 2
