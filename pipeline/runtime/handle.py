@@ -68,7 +68,7 @@ class Timing:
 
 @dataclass(slots=True, kw_only=True)
 class Result:
-    """outputs: by sequence index. context_logits: [prompt, V]. context_log_probs: of the prompt's tokens after its first.
+    """outputs: by sequence index. context_logits: [prompt, V]. context_log_probs: of the prompt from its second token.
     seed: what was drawn with. reused_blocks: cache blocks found when it started; new_blocks: cache blocks it was given;
     total_blocks: both together. times_paused: how often a sequence of it lost its blocks to others."""
 

@@ -7,7 +7,10 @@ from collections.abc import Iterable
 import numpy as np
 import numpy.typing as npt
 
+from pipeline.runtime.noise import draw_uniforms
 from pipeline.runtime.sampling import Sampling
+
+AHEAD = 64  # random numbers made at a time: a call costs the same for one
 
 
 class TokenCounts:
@@ -40,19 +43,6 @@ class History:
     """One sequence's side of the sampler. `tokens` is the sequence's own list, prompt and answer, which it appends to
     before it calls `add`."""
 
-    __slots__ = (
-        "_long_words",
-        "_short_words",
-        "counts",
-        "end_id",
-        "index",
-        "prompt_length",
-        "sampling",
-        "seed",
-        "tokens",
-        "top_p",
-    )
-
     def __init__(
         self, sampling: Sampling, tokens: list[int], *, prompt_length: int, seed: int, index: int = 0, end_id: int = -1
     ) -> None:
@@ -60,6 +50,8 @@ class History:
         self.seed, self.index, self.end_id = seed, index, end_id
         self.counts = TokenCounts(tokens) if sampling.has_penalties else None
         self.top_p = sampling.top_p
+        self._noise: list[float] = []
+        self._noise_start = -1
         self._short_words = [word[0] for word in sampling.bad_words if len(word) == 1]
         self._long_words = [(list(word[:-1]), word[-1]) for word in sampling.bad_words if len(word) > 1]
 
@@ -73,6 +65,17 @@ class History:
     def step(self) -> int:
         """How many tokens were generated: the place of the next draw."""
         return len(self.tokens) - self.prompt_length
+
+    @property
+    def uniform(self) -> float:
+        """The random number of this step, within (0, 1)."""
+        step = self.step
+        start = step - step % AHEAD
+        if start != self._noise_start:
+            places = (np.full(AHEAD, self.seed, np.uint64), np.full(AHEAD, self.index), np.arange(start, start + AHEAD))
+            self._noise = draw_uniforms(*(place.astype(np.uint64) for place in places)).tolist()
+            self._noise_start = start
+        return self._noise[step - start]
 
     @property
     def edits(self) -> bool:

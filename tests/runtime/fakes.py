@@ -129,7 +129,7 @@ def sample_slowly(logits: np.ndarray, sampling: Sampling, history: list[int], pr
     numbers = (place.get("seed", 0), place.get("index", 0), len(history) - prompt)
     (uniform,) = draw_uniforms(*(np.array([number], np.uint64) for number in numbers))
     target, before = uniform * sum(weights[token] for token in kept), 0.0
-    for token in kept:
+    for token in sorted(kept):
         before += weights[token]
         if before > target:
             return token

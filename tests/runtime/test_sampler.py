@@ -166,9 +166,20 @@ def test_the_first_of_equal_tokens_is_the_best() -> None:
     assert drawn_set(logits[:1], {"top_k": 3}, [1]) == {0, 1, 2}
 
 
-def test_a_nucleus_wider_than_the_candidates_looked_at_first() -> None:
-    logits = torch.zeros(1, 1000)
-    tokens = drawn_set(logits, {"top_p": 0.5}, [1], draws=4000)
+@pytest.mark.parametrize("more", [3, 16])
+def test_a_nucleus_wider_than_the_candidates_looked_at_first(monkeypatch: pytest.MonkeyPatch, more: int) -> None:
+    monkeypatch.setattr(sampler, "MORE", more)
+    logits = torch.arange(0, 0.5, 0.0005)[None]  # 1000, nearly equal
+    wide = rows_of(0, 1, width=3000, scale=0.5)
+    for row in (logits, wide):
+        expected = TopPLogitsWarper(0.5)(torch.tensor([[1]]), row.clone())[0]
+        tokens = drawn_set(row, {"top_p": 0.5}, [1], draws=5000)
+        assert expected[list(tokens)].isfinite().all()
+        assert len(tokens) > 0.85 * expected.isfinite().sum()
+
+
+def test_more_equal_tokens_than_a_nucleus_takes() -> None:
+    tokens = drawn_set(torch.zeros(1, 1000), {"top_p": 0.5}, [1], draws=4000)
     assert max(tokens) == 499 and len(tokens) > 480
 
 
