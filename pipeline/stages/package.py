@@ -8,11 +8,18 @@ from typing import TYPE_CHECKING, Any
 from pipeline.stages.graph import Stage, StageContext
 from pipeline.stages.network import NETWORK_FILE, built_checkpoint
 from pipeline.stages.verify import REPORT
+from pipeline.triton import MODEL_REPO
 
 if TYPE_CHECKING:
-    from collections.abc import Mapping
+    from collections.abc import Mapping, Sequence
+    from pathlib import Path
 
     from pipeline.config.schema import Config
+
+
+def _sources(config: Config) -> Mapping[str, Sequence[Path]]:
+    """The models' own code and configs: they are copied into the package."""
+    return {"model_repo": sorted(path for path in MODEL_REPO.rglob("*") if path.suffix in (".py", ".pbtxt"))}
 
 
 def _parameters(config: Config) -> Mapping[str, Any]:
@@ -51,6 +58,7 @@ STAGE = Stage(
     version=1,
     run=_run,
     inputs=("convert", "quantize", "verify", "build"),
+    sources=_sources,
     parameters=_parameters,
     libraries=("trtseek", "tritonclient", "protobuf"),
 )

@@ -7,12 +7,11 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 from dataclasses import dataclass
-from pathlib import Path
 from typing import Any
 
 from pipeline.errors import PackageError
+from pipeline.triton import MODEL_REPO
 
-SOURCES = Path(__file__).parents[2] / "model_repo"
 # No text has more on average, not even a long run of spaces. A longer one cannot fit, and is not tokenized to know it.
 BYTES_PER_TOKEN = 128
 MODELS = ("preprocessing", "tensorrt_llm", "postprocessing", "ensemble", "tensorrt_llm_bls")
@@ -53,7 +52,7 @@ class RepositorySettings:
 
 def load_base(model: str) -> Any:
     """The base ModelConfig of `model`: name, backend, tensors, and for the ensemble its wiring."""
-    path = SOURCES / model / "config.pbtxt"
+    path = MODEL_REPO / model / "config.pbtxt"
     return parse_config(path.read_text(encoding="utf-8"), str(path))
 
 
@@ -128,6 +127,7 @@ def _list_parameters(settings: RepositorySettings, paths: Paths) -> dict[str, Ma
         },
         "tensorrt_llm_bls": {
             "tensorrt_llm_model_name": "tensorrt_llm",
+            "errors": "tensor",
             "accumulate_tokens": False,  # true repeats the whole text so far in every response
             "tokenizer_dir": paths.tokenizer,
             "add_special_tokens": settings.add_special_tokens,

@@ -22,8 +22,9 @@ from typing import TYPE_CHECKING, Any
 from pipeline.digest import digest_file, digest_json
 from pipeline.errors import PackageError
 from pipeline.progress import SILENT, Progress
+from pipeline.triton import MODEL_REPO
 from pipeline.triton.lint import check_repository
-from pipeline.triton.model_config import SOURCES, Paths, RepositorySettings, build_configs, print_config
+from pipeline.triton.model_config import Paths, RepositorySettings, build_configs, print_config
 
 if TYPE_CHECKING:
     from pipeline.config.schema import Config
@@ -76,7 +77,7 @@ def emit_repository(
     paths = Paths(**folders, network=f"{folders['checkpoint']}/{network.name}")
     settings = make_settings(config, network_digest=digest, engine_digest=description["digest"])
     _write_models(output / REPOSITORY, build_configs(settings, paths))
-    shutil.copytree(SOURCES / "backends", output / BACKENDS, ignore=shutil.ignore_patterns("__pycache__"))
+    shutil.copytree(MODEL_REPO / "backends", output / BACKENDS, ignore=shutil.ignore_patterns("__pycache__"))
     check_repository(output / REPOSITORY, backends=output / BACKENDS)
     return Repository(path=output / REPOSITORY, backends=output / BACKENDS, network_digest=digest, artifacts=artifacts)
 
@@ -165,14 +166,14 @@ def _write_models(repository: Path, configs: dict[str, Any]) -> None:
         version = repository / model / VERSION
         version.mkdir(parents=True)
         (repository / model / "config.pbtxt").write_text(print_config(config), encoding="utf-8")
-        source = SOURCES / model / VERSION / "model.py"
+        source = MODEL_REPO / model / VERSION / "model.py"
         if source.is_file():
             shutil.copyfile(source, version / source.name)
         else:
             # Triton wants the folder, and neither git nor an object store keeps an empty one.
             (version / ".keep").touch()
         for module in SHARED_MODULES.get(model, ()):
-            shutil.copyfile(SOURCES / module, version / module)
+            shutil.copyfile(MODEL_REPO / module, version / module)
 
 
 def _read_json(path: Path) -> dict[str, Any]:

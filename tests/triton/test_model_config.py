@@ -7,7 +7,8 @@ from tritonclient.grpc import model_config_pb2
 from tritonclient.grpc.model_config_pb2 import ModelConfig
 
 from pipeline.errors import PackageError
-from pipeline.triton.model_config import MODELS, SOURCES, Paths, build_configs, load_base, parse_config, print_config
+from pipeline.triton import MODEL_REPO
+from pipeline.triton.model_config import MODELS, Paths, build_configs, load_base, parse_config, print_config
 from pipeline.triton.repository import make_settings
 from tests.triton.emission import make_config
 
@@ -16,7 +17,7 @@ PATHS = Paths(engine="../../e", checkpoint="../../c", network="../../c/network.j
 # Counts and samples of TensorRT-LLM 1.2's templates: inputs, outputs (the ensemble's doubled output once).
 COUNTS = {
     "preprocessing": (14, 20),
-    "tensorrt_llm": (62, 21),
+    "tensorrt_llm": (62, 22),  # and `error`, ours
     "postprocessing": (2, 1),
     "ensemble": (36, 19),
     "tensorrt_llm_bls": (43, 19),  # and `messages`, ours
@@ -142,4 +143,4 @@ def test_a_broken_text_is_placed():
 
 def test_sources_are_complete():
     for model in MODELS:
-        assert (SOURCES / model / "config.pbtxt").is_file()
+        assert (MODEL_REPO / model / "config.pbtxt").is_file()

@@ -12,7 +12,7 @@ from tokenizers import AddedToken, decoders, models, pre_tokenizers
 from tokenizers import Tokenizer as BareTokenizer
 from transformers import AutoTokenizer
 
-from pipeline.triton.model_config import SOURCES
+from pipeline.triton import MODEL_REPO
 
 TEXTS = st.text(st.sampled_from("ab  é你😀\n.") | st.characters(exclude_categories=["Cs"]), max_size=40)
 
@@ -20,10 +20,10 @@ TEXTS = st.text(st.sampled_from("ab  é你😀\n.") | st.characters(exclude_cate
 @pytest.fixture(scope="module", autouse=True)
 def modules():
     """As the stub finds them: beside the model's code."""
-    sys.path.insert(0, str(SOURCES))
+    sys.path.insert(0, str(MODEL_REPO))
     names = [f"trtseek_{name}" for name in ("text", "chat", "stream", "answer")]
     yield {name.removeprefix("trtseek_"): importlib.import_module(name) for name in names}
-    sys.path.remove(str(SOURCES))
+    sys.path.remove(str(MODEL_REPO))
     for name in names:
         sys.modules.pop(name, None)
 
