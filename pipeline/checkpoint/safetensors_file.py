@@ -24,6 +24,9 @@ if TYPE_CHECKING:  # numpy takes a fifth of what `plan` may, which reads headers
 
 CHUNK = 8 << 20  # bytes per write: progress stays smooth, and a mapped file is not held in memory
 FLUSH_EVERY = 64 << 20  # bytes between flushes in the background
+# The kernel maps a file's cached pages around the one that is touched, behind it too, up to a large folio's size. What
+# is let go of piece by piece would leave that much of every piece.
+MAPPED_AROUND = 2 << 20
 
 
 class SafetensorsFile:
@@ -55,11 +58,12 @@ class SafetensorsFile:
         return RawTensor(info.dtype, info.shape, data)
 
     def release(self, name: str, begin: int = 0, end: int | None = None) -> None:
-        """Lets go of the resident pages of the tensor's bytes [begin, end); they are read again where used again."""
+        """Lets go of the resident pages of the tensor's bytes [begin, end), and of those just before, which a read of
+        these has mapped again; they are read again where used again."""
         if self._map is None:
             return
         start, stop = (self._data_start + offset for offset in self._offsets[name])
-        first = (start + begin) // mmap.PAGESIZE * mmap.PAGESIZE
+        first = max(0, start + begin - MAPPED_AROUND) // mmap.PAGESIZE * mmap.PAGESIZE
         last = stop if end is None else start + end
         if last > first:
             self._map.madvise(mmap.MADV_DONTNEED, first, last - first)
