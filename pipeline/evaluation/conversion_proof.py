@@ -71,11 +71,12 @@ def _read_original(source: CheckpointFolder, name: str, wanted: torch.dtype) -> 
     if weight.dtype != torch.float8_e4m3fn or wanted == torch.float8_e4m3fn:
         return weight
     scales = source.read(source_scale(name)).to_torch()
-    values = _list_e4m3()[weight.view(torch.uint8).to(torch.int64)]
-    for row in range(scales.shape[0]):
+    table, values = _list_e4m3(), torch.empty(weight.shape)
+    for row in range(scales.shape[0]):  # the index of a row of blocks takes eight times its bytes, not the weight's
+        rows = slice(BLOCK * row, BLOCK * (row + 1))
+        values[rows] = table[weight[rows].view(torch.uint8).to(torch.int64)]
         for column in range(scales.shape[1]):
-            rows, columns = (slice(BLOCK * i, BLOCK * (i + 1)) for i in (row, column))
-            values[rows, columns] *= scales[row, column]
+            values[rows, BLOCK * column : BLOCK * (column + 1)] *= scales[row, column]
     return values
 
 
