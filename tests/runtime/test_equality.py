@@ -163,6 +163,27 @@ def test_in_any_mix(served: Served, seed: int) -> None:
     assert executor.batcher.pool.used == 0
 
 
+@pytest.mark.parametrize("policy", Policy)
+def test_the_logits_are_the_same_to_the_last_bit(served: Served, policy: Policy) -> None:
+    """So that no near tie can make a difference either: chunks, company, a shared beginning, pauses."""
+    watched = [replace(request, return_generation_logits=True, priority=Priority.P1) for request in REQUESTS]
+
+    def logits(handle: Handle) -> list[torch.Tensor]:
+        return [row for output in handle.result(0).outputs for row in output.generation_logits]
+
+    alone = []
+    for request in watched:
+        executor = served.executor(reuse_blocks=False)
+        alone.append(executor.submit(request))
+        drain(executor)
+    executor = served.executor(make_limits(num_blocks=24, max_num_tokens=24, max_chunk=11), policy=policy)
+    together = [executor.submit(request) for request in watched]
+    drain(executor)
+    for one, other in zip(alone, together, strict=True):
+        assert all(map(torch.equal, logits(one), logits(other)))
+        assert len(logits(one)) == len(logits(other)) == sum(len(output.tokens) for output in one.result(0).outputs)
+
+
 def test_a_beginning_in_the_cache_changes_no_token(served: Served) -> None:
     executor = served.executor()
     for _ in range(2):

@@ -200,6 +200,17 @@ def test_a_whole_known_prompt_still_computes_its_last_token() -> None:
     assert counts(bench.step()) == {2: 4}
 
 
+def test_blocks_found_in_the_cache_are_not_counted_as_free_as_well() -> None:
+    bench = Bench(num_blocks=11)
+    beginning = list(range(500, 508))
+    bench.add([*beginning, 1], answer=1)
+    bench.step()
+    bench.add(8, answer=17)  # 6 blocks of 10
+    bench.step()
+    bench.add([*beginning, 2], answer=12)  # 5, two of them known: 3 new ones would fit, but not 5 in all
+    assert bench.step().started == []
+
+
 def test_sequences_of_one_request_share_its_prompt_and_copy_what_is_not_full() -> None:
     bench = Bench(num_blocks=10)
     bench.add(6, answer=4, n=3)  # 2 blocks, then 9 tokens each: 1 + 3 * 2
