@@ -25,8 +25,19 @@ def _note_smaller_groups(case: Case) -> str | None:
     return f"group size {wanted} does not divide every input: {'; '.join(texts)}" if texts else None
 
 
+def _note_fp8_blocks(case: Case) -> str | None:
+    if case.kept_fp8 is None:
+        return None
+    return (
+        "FP8 blocks stay in the engine and are multiplied out at every step: they save memory, not time, and the "
+        "workspace holds the widest of them in 16 bits, a routed layer's stack of experts at once, which the plan does "
+        "not count"
+    )
+
+
 NOTES: tuple[Rule, ...] = (
     Rule("backend_of_gpu", "target.backend", _note_backend, ""),
+    Rule("fp8_saves_memory", "stages.convert.dtype", _note_fp8_blocks, ""),
     Rule("smaller_groups", "stages.quantize.group_size", _note_smaller_groups, ""),
 )
 

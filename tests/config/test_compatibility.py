@@ -195,7 +195,7 @@ def test_models(rule, settings, broken, kept, message):
 
 
 def test_every_rule_has_a_test():
-    tested = {row[0] for row in (*SETTINGS, *MODELS)} | {"backend_of_gpu", "smaller_groups"}
+    tested = {row[0] for row in (*SETTINGS, *MODELS)} | {"backend_of_gpu", "smaller_groups", "fp8_saves_memory"}
     assert tested == {rule.name for rule in (*RULES, *NOTES, *UNBUILT)}
 
 
@@ -230,7 +230,10 @@ def test_an_fp8_checkpoint_is_named_where_its_fp8_reaches_the_engine():
         {"stages.quantize.method": "awq"},
         {"stages.quantize.method": "rtn"},
     ):
-        assert find("fp8_needs_sm89", make_case(way_out, tensors=tensors)) is None
+        case = make_case(way_out, tensors=tensors)
+        assert find("fp8_needs_sm89", case) is None
+        note = find("fp8_saves_memory", case)
+        assert ("save memory, not time" in note) if way_out.get("target.gpu") == "L4" else note is None
 
 
 # What the hub's configs state, and the context that their authors give.
