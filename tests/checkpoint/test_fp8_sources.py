@@ -204,3 +204,40 @@ def test_a_fused_weight_keeps_fp8_only_in_whole_blocks(tmp_path: Path) -> None:
     with pytest.raises(CheckpointError, match="not multiples of 128"):
         convert(ragged, tmp_path / "refused")
     assert prove_conversion(ragged, convert(ragged, tmp_path / "wide", "bfloat16"), SILENT).differing == {}
+
+
+class _Killed(BaseException):
+    """Not an Exception: nothing on the way may catch it."""
+
+
+class _Bomb:
+    """Progress that ends the run once so many bytes are done; 0: never."""
+
+    def __init__(self, after: int) -> None:
+        self.left, self.done = after, 0.0
+
+    def start(self, item: str, total: float, unit: str) -> None: ...
+    def note(self, message: str) -> None: ...
+
+    def advance(self, amount: float) -> None:
+        self.done += amount
+        if self.left and self.done > self.left:
+            raise _Killed
+
+
+@pytest.mark.parametrize("dtype", [None, "bfloat16"])
+def test_a_killed_conversion_goes_on_and_ends_in_the_same_bytes(
+    dtype: str | None, source: CheckpointFolder, tmp_path: Path
+) -> None:
+    def run(output: Path, progress: _Bomb) -> None:
+        workspace = FolderWorkspace(output, journal=output.with_name(output.name + ".journal"))
+        convert_checkpoint(source, workspace, dtype=dtype, overflow="refuse", progress=progress, max_shard=400_000)
+
+    run(tmp_path / "whole", _Bomb(0))
+    for after in (1, 700_000, 1_200_000):
+        with pytest.raises(_Killed):
+            run(tmp_path / "killed", _Bomb(after))
+    run(tmp_path / "killed", _Bomb(0))
+    whole, killed = ({f.name: f.read_bytes() for f in (tmp_path / name).iterdir()} for name in ("whole", "killed"))
+    assert whole.keys() == killed.keys()
+    assert all(whole[name] == killed[name] for name in whole)
