@@ -52,9 +52,9 @@ CONFIG: dict[str, Any] = {
 class EngineWeights:
     """A hub state dict under the engine checkpoint's names, in memory; with `int4`, the layers' linears rounded."""
 
-    def __init__(self, state: Mapping[str, torch.Tensor], *, int4: bool) -> None:
+    def __init__(self, state: Mapping[str, torch.Tensor], config: Mapping[str, Any], *, int4: bool) -> None:
         self._raw: dict[str, RawTensor] = {}
-        for mapping in layout_for(parse_architecture(CONFIG)).mappings():
+        for mapping in layout_for(parse_architecture(config)).mappings():
             if mapping.optional and mapping.sources[0] not in state:
                 continue
             target = mapping.forward([state[name] for name in mapping.sources])
@@ -74,25 +74,25 @@ class EngineWeights:
         return self._raw[name]
 
 
-def build_model() -> Any:
+def build_model(values: Mapping[str, Any]) -> Any:
     from transformers import LlamaConfig, LlamaForCausalLM
 
     torch.manual_seed(0)
-    config = LlamaConfig(**{key: value for key, value in CONFIG.items() if key not in ("architectures", "torch_dtype")})
+    config = LlamaConfig(**{key: value for key, value in values.items() if key not in ("architectures", "torch_dtype")})
     config._attn_implementation = "eager"
     return LlamaForCausalLM(config).to(torch.bfloat16).eval()
 
 
-def read_program(model: Any, *, int4: bool) -> Program:
+def read_program(model: Any, config: Mapping[str, Any], *, int4: bool) -> Program:
     import tensorrt_rtx as trt
 
     from pipeline.network.network import NetworkSpec, build_network
     from pipeline.network.readback import read_network
 
-    spec = NetworkSpec(dtype="bfloat16", block_size=BLOCK_SIZE, max_seq_len=CONFIG["max_position_embeddings"])
+    spec = NetworkSpec(dtype="bfloat16", block_size=BLOCK_SIZE, max_seq_len=config["max_position_embeddings"])
     network = trt.Builder(trt.Logger(trt.Logger.ERROR)).create_network(0)
-    source = EngineWeights(model.state_dict(), int4=int4)
-    return read_network(build_network(trt, network, spec, parse_architecture(CONFIG), source))
+    source = EngineWeights(model.state_dict(), config, int4=int4)
+    return read_network(build_network(trt, network, spec, parse_architecture(config), source))
 
 
 def generate_transformers(model: Any, prompts: list[list[int]], new_tokens: int) -> list[list[int]]:
@@ -125,10 +125,10 @@ def main() -> int:
     parser.add_argument("--int4", action="store_true")
     options = parser.parse_args()
 
-    model = build_model()
+    model = build_model(CONFIG)
     model.set_attn_implementation(options.attention)
     mode: Mode = "fast" if options.int4 else "declared"
-    runner = InterpreterRunner(read_program(model, int4=options.int4), mode=mode)
+    runner = InterpreterRunner(read_program(model, CONFIG, int4=options.int4), mode=mode)
     missed = False
     for batch, bar in BARS["int4" if options.int4 else "bf16"].items():
         draw = torch.Generator().manual_seed(batch)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING
@@ -25,20 +26,35 @@ class Graph:
     constants: frozenset[str]
     wanted: frozenset[str]
     makers: Mapping[str, Node]
+    readers: Mapping[str, tuple[Node, ...]]
 
     @staticmethod
     def of(program: Program, taps: Iterable[str]) -> Graph:
         wanted = frozenset(spec.name for spec in program.outputs) | frozenset(taps)
         specs = program.tensors
-        graph = Graph(program.nodes, specs, frozenset(program.constants), wanted, {})
+        graph = Graph(program.nodes, specs, frozenset(program.constants), wanted, {}, {})
         _check_in_place(program)
-        return graph.with_nodes(program.nodes)
+        twins = _find_twins(program)
+        return graph.with_nodes(
+            replace(node, inputs=tuple(twins.get(name, name) if name else None for name in node.inputs))
+            for node in program.nodes
+        )
 
     def with_nodes(self, nodes: Iterable[Node]) -> Graph:
         nodes = tuple(nodes)
         makers = {spec.name: node for node in nodes for spec in node.outputs}
         specs = {**self.specs, **{spec.name: spec for node in nodes for spec in node.outputs}}
-        return replace(self, nodes=nodes, makers=makers, specs=specs)
+        readers: dict[str, list[Node]] = {}
+        for node in nodes:
+            for name in dict.fromkeys(node.inputs):
+                if name is not None:
+                    readers.setdefault(name, []).append(node)
+        by_name = {name: tuple(found) for name, found in readers.items()}
+        return replace(self, nodes=nodes, makers=makers, specs=specs, readers=by_name)
+
+    def users(self, name: str) -> tuple[Node, ...]:
+        """The nodes that read a tensor, in order."""
+        return self.readers.get(name, ())
 
     def maker(self, name: str | None, kind: str) -> Node | None:
         """The node of this kind that makes a tensor, if one does."""
@@ -50,14 +66,32 @@ Rule = Callable[[Graph, "Node"], "list[Node] | None"]
 
 
 def rewrite(graph: Graph, rule: Rule) -> Graph:
-    """Replaces each node for which the rule has an answer by that answer, whose last node makes the same outputs.
+    """Replaces each node for which the rule has an answer by that answer, whose last node makes the same outputs; an
+    empty answer leaves them to the answer for another node.
 
     What only the replaced node used is left behind for `drop_unused`; what is used elsewhere stays, so a rule need not
     ask who else reads a tensor."""
     nodes: list[Node] = []
     for node in graph.nodes:
-        nodes.extend(rule(graph, node) or [node])
-    return drop_unused(graph.with_nodes(nodes))
+        answer = rule(graph, node)
+        nodes.extend([node] if answer is None else answer)
+    return drop_unused(_in_order(graph.with_nodes(nodes)))
+
+
+def _in_order(graph: Graph) -> Graph:
+    """Each node after what it reads: an answer may stand where only the first of the nodes that it replaces stood."""
+    ordered: dict[str, Node] = {}  # by first output
+
+    def place(node: Node) -> None:
+        if node.outputs[0].name not in ordered:
+            for maker in (graph.makers.get(str(name)) for name in node.inputs):
+                if maker is not None:
+                    place(maker)
+            ordered[node.outputs[0].name] = node
+
+    for node in graph.nodes:
+        place(node)
+    return graph.with_nodes(ordered.values())
 
 
 def drop_unused(graph: Graph) -> Graph:
@@ -90,6 +124,17 @@ def merge_equal(graph: Graph, numerics: Numerics) -> Graph:
             continue
         kept.append(node)
     return graph.with_nodes(kept)
+
+
+def _find_twins(program: Program) -> dict[str, str]:
+    """Scalars that say the same (an epsilon, a softmax scale, once per layer) → the first of them."""
+    first: dict[tuple[object, ...], str] = {}
+    twins = {}
+    for name, spec in program.constant_specs.items():
+        if math.prod(spec.shape) == 1 and spec.dtype != "int4":
+            value = program.constants[name].to_torch().reshape(-1).tolist()[0]
+            twins[name] = first.setdefault((spec.dtype, spec.shape, repr(value)), name)
+    return twins
 
 
 def _is_empty_cast(graph: Graph, node: Node, numerics: Numerics) -> bool:

@@ -4,8 +4,9 @@
 implementation in fp32 is the order of sums; and that order is the same in any company, so that a sequence's values do
 not depend, to the last bit, on the batch, the chunks or the padding it runs in. `declared`: every tensor is rounded to
 the type the network declares for it, as TensorRT's strong typing does; sums still accumulate in fp32, as its kernels
-do. `fast`: as declared, except that the kernel of an INT4 linear is chosen by the number of rows, and the one for few
-rows rounds its input and scales to bf16. Integers, booleans and quantized types are the same in all.
+do. `fast`: 16-bit floats are all bf16, the one that x86 multiplies fast; kernels are chosen by the number of rows;
+what a fused kernel keeps wider than declared stays so, and attention over one query rounds scores and probabilities to
+bf16, as transformers' eager attention does. Integers, booleans and quantized types are the same in all.
 """
 
 from __future__ import annotations
@@ -18,6 +19,9 @@ import torch
 from pipeline.errors import CompatibilityError
 
 Mode = Literal["exact", "declared", "fast"]
+
+# Fast mode's logits stay within this of exact mode's, in units of their row's standard deviation over the vocabulary.
+FAST_LOGIT_BOUND = 0.25
 
 FLOATS = frozenset({"float32", "float16", "bfloat16"})
 # Declared type -> what holds it. INT4 values are unpacked to one byte each before anything reads them.
@@ -51,4 +55,6 @@ class Numerics:
         """The torch type of a tensor that the network declares as `declared`."""
         if self.mode == "exact" and declared in FLOATS:
             return torch.float32
+        if self.mode == "fast" and declared == "float16":
+            return torch.bfloat16
         return HELD_AS[declared]

@@ -12,7 +12,7 @@ import torch
 from pipeline.interpreter.fusion import fuse
 from pipeline.interpreter.graph import Graph, drop_unused, merge_equal
 from pipeline.interpreter.interpreter import Interpreter
-from pipeline.interpreter.numerics import Mode, Numerics
+from pipeline.interpreter.numerics import FAST_LOGIT_BOUND, Mode, Numerics
 from pipeline.network.program import Program
 from pipeline.runtime.runner import InterpreterRunner
 from pipeline.runtime.steps import Chunk, plan_step
@@ -40,14 +40,27 @@ def programs(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Program]:
         "deepseek_v2": models.load(fixtures.deepseek_v2(folder / "v2")).program(),
         "llama_int4": int4(fixtures.llama, "llama_int4").program(),
         "deepseek_v2_int4": int4(fixtures.deepseek_v2, "v2_int4").program(),
+        "llama_int4_plain": models.load_int4(
+            fixtures.llama, folder / "plain", pattern=linears, group=32, dtype="bfloat16"
+        ).program(),
     }
 
 
 def test_what_depends_on_the_step_only_is_computed_once(programs: dict[str, Program]) -> None:
     found = kinds(programs["llama"])
-    assert [found[kind] for kind in ("cache_rows", "page_rows", "rotary_rows", "attention_bias")] == [1, 1, 1, 1]
-    assert [found[kind] for kind in ("write_cache_rows", "gather_pages", "rotate", "attend")] == [6, 6, 6, 3]
-    assert not [kind for kind in ("kv_cache_update", "rotary_embedding", "attention") if found[kind]]
+    assert [found[kind] for kind in ("cache_rows", "page_rows", "row_turns", "attention_bias")] == [1, 1, 1, 1]
+    assert [found[kind] for kind in ("write_cache_rows", "gather_pages", "rotate_rows", "attend")] == [6, 6, 6, 3]
+    assert [found[kind] for kind in ("row_index", "take_rows")] == [3, 2 * 3 + 2]  # pad, unpad, logits; mask, head
+    assert not [kind for kind in ("kv_cache_update", "rotary_embedding", "rotate", "attention") if found[kind]]
+
+
+def test_fast_mode_does_in_one_what_shares_an_input(programs: dict[str, Program]) -> None:
+    found = kinds(programs["llama_int4_plain"], "fast")
+    assert [found[kind] for kind in ("rotate_heads", "head_turns", "rotate_rows")] == [3, 1, 0]
+    assert [found[kind] for kind in ("linears_int4", "linear_int4", "linear")] == [3, 2 * 3, 3 + 1]  # qkv is 16-bit
+    scaled = kinds(programs["llama_int4"], "fast")  # each linear scales its own input
+    assert [scaled[kind] for kind in ("linears_int4", "linear_int4")] == [0, 4 * 3]
+    assert kinds(programs["deepseek_v2_int4"], "fast")["rotate_heads"] == 0  # q and k are no slices of one tensor
 
 
 def test_norms_and_constant_products_are_found(programs: dict[str, Program]) -> None:
@@ -55,6 +68,7 @@ def test_norms_and_constant_products_are_found(programs: dict[str, Program]) -> 
     assert llama["rms_norm"] == 2 * 3 + 1 and v2["rms_norm"] == 4 * 3 + 1
     assert llama["linear"] == 5 * 3 + 1 and not llama["matrix_multiply"]
     assert not llama["reduce"] and not v2["matrix_multiply"]
+    assert llama["gate"] == 3 and v2["gate"] == 3 + 2 and not llama["activation"] and not v2["activation"]
     assert kinds(programs["llama_int4"])["linear"] == llama["linear"]
 
 
@@ -92,6 +106,15 @@ def test_declared_values_differ_by_roundings_at_most(programs: dict[str, Program
         difference = (step["logits"] - other["logits"]).abs().max()
         rounding = (other["logits"] - true["logits"]).abs().max()
         assert difference <= 1.5 * rounding and rounding > 0
+
+
+@pytest.mark.parametrize("name", ["llama", "deepseek_v2", "llama_int4", "deepseek_v2_int4", "llama_int4_plain"])
+def test_fast_values_differ_by_bf16_roundings_at_most(programs: dict[str, Program], name: str) -> None:
+    exact = run_steps(InterpreterRunner(programs[name], mode="exact"))
+    fast = run_steps(InterpreterRunner(programs[name], mode="fast"))
+    for true, step in zip(exact, fast, strict=True):
+        error = (step["logits"] - true["logits"]).abs().amax(-1) / true["logits"].std(-1)
+        assert bool((error <= FAST_LOGIT_BOUND).all()) and bool((error > 0).any())
 
 
 def test_inner_tensors_can_be_tapped_although_they_are_fused_away(programs: dict[str, Program]) -> None:

@@ -14,7 +14,16 @@ from __future__ import annotations
 from collections.abc import Callable
 from dataclasses import dataclass
 
-from pipeline.interpreter.operations import arithmetic, attention, fused, linear, movement, products, reduction
+from pipeline.interpreter.operations import (
+    arithmetic,
+    attention,
+    fused,
+    linear,
+    movement,
+    products,
+    reduction,
+    rotation,
+)
 from pipeline.interpreter.operations.site import Kernel, Site
 
 __all__ = ["OPERATIONS", "Kernel", "Operation", "Site"]
@@ -56,10 +65,18 @@ OPERATIONS: dict[str, Operation] = {
     "cache_rows": Operation(fused.compile_cache_rows),
     "gather_pages": Operation(fused.compile_gather_pages),
     "linear": Operation(linear.compile_linear, absorbs=(1,)),
+    "head_turns": Operation(rotation.compile_head_turns),
     "linear_int4": Operation(linear.compile_linear_int4, absorbs=(1, 2, 3)),
+    "linears_int4": Operation(linear.compile_linears_int4, absorbs=tuple(range(1, 13))),
+    "rotate_heads": Operation(rotation.compile_rotate_heads),
     "page_rows": Operation(fused.compile_page_rows),
+    "gate": Operation(fused.compile_gate),
     "rms_norm": Operation(fused.compile_rms_norm),
-    "rotary_rows": Operation(fused.compile_rotary_rows),
-    "rotate": Operation(fused.compile_rotate),
+    "rotary_rows": Operation(rotation.compile_rotary_rows),
+    "rotate": Operation(rotation.compile_rotate),
+    "rotate_rows": Operation(rotation.compile_rotate_rows),
+    "row_index": Operation(fused.compile_row_index),
+    "row_turns": Operation(rotation.compile_row_turns),
+    "take_rows": Operation(fused.compile_take_rows),
     "write_cache_rows": Operation(fused.compile_write_cache_rows),
 }

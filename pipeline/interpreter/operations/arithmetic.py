@@ -70,11 +70,16 @@ def compile_unary(site: Site) -> Kernel:
 
 
 def compile_activation(site: Site) -> Kernel:
-    """In exact mode the sigmoid is written out: torch's own rounds differently in what is left of whole vectors, that
-    is, depending on how many elements come before."""
-    if site.numerics.mode == "exact" and site.attribute("op") == "sigmoid":
+    activation = site.choose("op", ACTIVATIONS)
+    return compile_sigmoid(site) if activation is torch.sigmoid else activation
+
+
+def compile_sigmoid(site: Site) -> Callable[[Tensor], Tensor]:
+    """In exact mode written out: torch's own rounds differently in what is left of whole vectors, that is, depending on
+    how many elements come before."""
+    if site.numerics.mode == "exact":
         return lambda x: torch.neg(x).exp_().add_(1.0).reciprocal_()
-    return site.choose("op", ACTIVATIONS)
+    return torch.sigmoid
 
 
 def compile_cast(site: Site) -> Kernel:

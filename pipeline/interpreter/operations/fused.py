@@ -6,12 +6,17 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
+from pipeline.interpreter.operations.arithmetic import compile_sigmoid
 from pipeline.interpreter.operations.attention import cache_rows, mask_bias, write_rows
+from pipeline.interpreter.operations.movement import select_rows
 from pipeline.interpreter.operations.products import ROWS, fill_rows
 from pipeline.interpreter.operations.site import Kernel, Site
 
 # Exact mode: keys come in multiples of this, so that a row's softmax adds in one order, however far it is padded.
 KEYS = 64
+# Fast mode: with so few queries over so many keys, plain products, whose scores and probabilities are rounded to 16
+# bits, are two to three times as fast as torch's fused attention, whose kernel is made for many queries.
+FEW_QUERIES, MANY_KEYS = 1, 256
 MOST_SCORES = 1 << 24  # of a layer held at once in exact mode, 64 MiB
 
 
@@ -22,43 +27,6 @@ def compile_cache_rows(site: Site) -> Kernel:
 
 def compile_write_cache_rows(site: Site) -> Kernel:
     return write_rows
-
-
-def compile_rotary_rows(site: Site) -> Kernel:
-    """The rows of the tables as `rotate` wants them: complex [B, 1, S, d/2] for pairs; for halves cos and sin laid out
-    over the whole width [B, 1, S, d], with the sign of the rotation in sin."""
-    if site.attribute("interleaved"):
-        return lambda cos, sin, positions: torch.complex(cos[positions].float(), sin[positions].float()).unsqueeze(1)
-
-    def rows(cos: Tensor, sin: Tensor, positions: Tensor) -> tuple[Tensor, Tensor]:
-        c, s = cos[positions].float().unsqueeze(1), sin[positions].float().unsqueeze(1)
-        return torch.cat((c, c), dim=-1), torch.cat((-s, s), dim=-1)
-
-    return rows
-
-
-def compile_rotate(site: Site) -> Kernel:
-    """The rotation of attention.compile_rotation, in half the calls."""
-    held, width = site.held(), site.spec(0).shape[-1]
-    dim = int(site.attribute("dim")) or width
-    if dim % 2 or not 0 < dim <= width:
-        raise site.refuse(f"dim {dim} does not fit a head of {width}")
-    half = dim // 2
-
-    def rotate_pairs(x: Tensor, turns: Tensor) -> Tensor:
-        pairs = torch.view_as_complex(x.float().reshape(*x.shape[:-1], half, 2))
-        return torch.view_as_real(pairs * turns).flatten(-2).to(held)
-
-    def rotate_halves(x: Tensor, turns: tuple[Tensor, Tensor]) -> Tensor:
-        cos, sin = turns
-        x = x.float()
-        swapped = torch.cat((x[..., half:], x[..., :half]), dim=-1)
-        return (x * cos).add_(swapped.mul_(sin)).to(held)
-
-    rotate = rotate_pairs if site.attribute("interleaved") else rotate_halves
-    if dim == width:
-        return rotate
-    return lambda x, turns: torch.cat((rotate(x[..., :dim], turns), x[..., dim:]), dim=-1)
 
 
 def compile_attention_bias(site: Site) -> Kernel:
@@ -83,11 +51,16 @@ def compile_attend(site: Site) -> Kernel:
         return _compile_attend_exact(site)
     held, inner = site.held(), _attention_type(site)
     heads, kv_heads = site.spec(0).shape[1], site.spec(1).shape[1]
+    fast = site.numerics.mode == "fast"
 
     def attend(q: Tensor, k: Tensor, v: Tensor, bias: Tensor) -> Tensor:
         batch, _, queries, width = q.shape
         if heads != kv_heads:
             q = q.reshape(batch, kv_heads, -1, width)
+        if fast and queries <= FEW_QUERIES and batch * k.shape[2] >= MANY_KEYS:
+            scores = torch.matmul(q, k.transpose(-1, -2)).float().add_(bias)
+            result = torch.matmul(torch.softmax(scores, dim=-1).to(held), v)
+            return result if heads == kv_heads else result.reshape(batch, heads, queries, -1)
         if inner is not held:
             same = k is v
             q, k = q.to(inner), k.to(inner)
@@ -149,11 +122,46 @@ def compile_gather_pages(site: Site) -> Kernel:
 
 def compile_rms_norm(site: Site) -> Kernel:
     """Rounded where the chain that it stands for is: the quotient once, its product with the weight once."""
-    normal = site.numerics.held(site.attribute("normal"))
+    normal, width = site.numerics.held(site.attribute("normal")), site.spec(0).shape[-1]
 
     def norm(x: Tensor, weight: Tensor, eps: Tensor) -> Tensor:
         wide = x.float()
         root = (wide * wide).mean(-1, keepdim=True).add_(eps).sqrt_()
         return (wide / root).to(normal) * weight
 
-    return norm
+    def norm_fast(x: Tensor, weight: Tensor, eps: Tensor) -> Tensor:
+        wide = x.float()
+        length = torch.linalg.vector_norm(wide, dim=-1, keepdim=True)
+        factor = torch.addcmul(eps, length, length, value=1 / width).rsqrt_()
+        return (wide * factor).to(normal) * weight
+
+    return norm_fast if site.numerics.mode == "fast" and width > 0 else norm
+
+
+def compile_gate(site: Site) -> Kernel:
+    """(g * sigmoid(g)) * u, rounded where the chain is, except in fast mode, where silu(g) is rounded once."""
+    if site.numerics.mode == "fast":
+        return lambda g, u: F.silu(g).mul_(u)
+    sigmoid = compile_sigmoid(site)
+    return lambda g, u: sigmoid(g).mul_(g).mul_(u)
+
+
+def compile_row_index(site: Site) -> Kernel:
+    """The index as a list of rows; None where it asks for the first rows in their order."""
+
+    def rows(index: Tensor) -> Tensor | None:
+        flat = index.reshape(-1)
+        return None if torch.equal(flat, torch.arange(len(flat), dtype=flat.dtype)) else flat
+
+    return rows
+
+
+def compile_take_rows(site: Site) -> Kernel:
+    """[T, …] by an index of any shape → [*index, …]."""
+
+    def take(x: Tensor, index: Tensor, rows: Tensor | None) -> Tensor:
+        count = index.numel()
+        taken = select_rows(x, 0, rows) if rows is not None else x if len(x) == count else x.narrow(0, 0, count)
+        return taken if index.dim() == 1 else taken.reshape(*index.shape, *x.shape[1:])
+
+    return take

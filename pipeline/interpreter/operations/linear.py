@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
+from dataclasses import replace
 from typing import cast
 
 import torch
@@ -62,26 +63,64 @@ def _compile_stack(multiply: Kernel, count: int, part: Callable[[int], Tensor]) 
 
 def compile_linear_int4(site: Site) -> Kernel:
     """Inputs: x [T, in], W dequantized, W [in, out], scales [in / group, out]."""
-    general, packed, scales = compile_linear(site), site.constant(2), site.constant(3)
-    if packed is None or scales is None:
-        return lambda x, weight, _packed, _scales: general(x, weight)
-    group, columns = packed.shape[0] // scales.shape[0], packed.shape[1]
-    if group not in KERNEL_GROUPS or columns % KERNEL_COLUMNS:
-        return lambda x, weight, _packed, _scales: general(x, weight)
+    kernels = compile_linears_int4(site)
+    return lambda *inputs: kernels(*inputs)[0]
+
+
+def compile_linears_int4(site: Site) -> Kernel:
+    """x [T, in] times several weights side by side. Inputs: x, then of each what linear_int4 takes. Up to FEW_ROWS rows
+    go to torch's INT4 kernel, more to a product with the weights dequantized, for which a 16-bit copy is kept."""
+    starts = range(1, len(site.inputs), 3)
+    specs = [site.spec(start + 1) for start in starts]
+    columns = [spec.shape[1] for spec in specs]
+    group = specs[0].shape[0] // site.spec(3).shape[0]
+    general = _compile_side_by_side(site, starts, columns)
+    packed = [site.constant(start + 1) for start in starts]
+    scales = [site.constant(start + 2) for start in starts]
+    if group not in KERNEL_GROUPS or any(count % KERNEL_COLUMNS for count in columns):
+        return general
+    if any(tensor is None for tensor in (*packed, *scales)):
+        return general
 
     def pack() -> Tensor:  # [out, in], unsigned
-        unsigned = (packed.t().int() + 8).contiguous()
+        unsigned = (torch.cat(cast(list[Tensor], packed), dim=1).t().int() + 8).contiguous()
         return cast(Tensor, torch.ops.aten._convert_weight_to_int4pack_for_cpu(unsigned, 1))
 
-    nbytes, held = packed.numel() // 2, site.held()
-    rows = site.prepare(2, "kernel", nbytes, pack)
-    scale = scales.to(torch.bfloat16)
-    pairs = site.prepare(3, "kernel", 2 * scale.nbytes, lambda: torch.stack((scale, torch.zeros_like(scale)), dim=-1))
+    def pair() -> Tensor:
+        scale = torch.cat(cast(list[Tensor], scales), dim=1).to(torch.bfloat16)
+        return torch.stack((scale, torch.zeros_like(scale)), dim=-1)
+
+    held = site.held()
+    values = specs[0].shape[0] * sum(columns)
+    rows = site.prepare(2, f"kernel {columns}", values // 2, pack)
+    pairs = site.prepare(3, f"kernel {columns}", 4 * values // group, pair)
+    if rows is None or pairs is None:
+        return general
     multiply = torch.ops.aten._weight_int4pack_mm_for_cpu.default
 
-    def linear(x: Tensor, weight: Tensor | None, _packed: None, _scales: None) -> Tensor:
+    def linears(x: Tensor, *weights: Tensor | None) -> tuple[Tensor, ...]:
         if x.shape[0] > FEW_ROWS:
-            return cast(Tensor, general(x, weight))
-        return cast(Tensor, multiply(x.to(torch.bfloat16).contiguous(), rows, group, pairs).to(held))
+            return cast(tuple[Tensor, ...], general(x, *weights))
+        product = multiply(x.to(torch.bfloat16).contiguous(), rows, group, pairs).to(held)
+        return (product,) if len(columns) == 1 else product.split(columns, dim=1)
 
-    return linear if rows is not None and pairs is not None else lambda x, weight, _p, _s: general(x, weight)
+    return linears
+
+
+def _compile_side_by_side(site: Site, starts: Sequence[int], columns: list[int]) -> Kernel:
+    """The same with the dequantized weights: in one product where they can be kept."""
+    if len(columns) == 1:
+        single = compile_linear(site)
+        return lambda x, weight, *_: (single(x, weight),)
+    weights = [site.constant(start) for start in starts]
+    if any(weight is None for weight in weights):
+        kernels = [compile_linear(site.part(0, start)) for start in starts]
+        return lambda x, *w: tuple(kernel(x, w[3 * i]) for i, kernel in enumerate(kernels))
+    whole = compile_linear(
+        replace(
+            site,
+            constant=lambda index: torch.cat(cast(list[Tensor], weights), dim=1) if index == 1 else None,
+            prepare=lambda index, form, nbytes, make: site.prepare(index, f"{form} {columns}", nbytes, make),
+        )
+    )
+    return lambda x, *_: whole(x, None).split(columns, dim=1)

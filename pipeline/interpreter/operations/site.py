@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING, Any, TypeVar
 
 import torch
@@ -33,6 +33,17 @@ class Site:
     # prepare(index, form, nbytes, make): what `make` makes of that constant, made once for all plans of the program;
     # None where so many bytes may not be kept.
     prepare: Callable[[int, str, int, Callable[[], torch.Tensor]], torch.Tensor | None]
+
+    def part(self, *indices: int) -> Site:
+        """As if the node had only these inputs, in this order."""
+        return replace(
+            self,
+            node=replace(self.node, inputs=tuple(self.node.inputs[index] for index in indices)),
+            inputs=tuple(self.inputs[index] for index in indices),
+            constant=lambda index: self.constant(indices[index]),
+            parts=lambda index: self.parts(indices[index]),
+            prepare=lambda index, form, nbytes, make: self.prepare(indices[index], form, nbytes, make),
+        )
 
     def refuse(self, problem: str) -> UnsupportedLayerError:
         return UnsupportedLayerError(self.node.name, f"{self.node.kind}: {problem}")

@@ -1,0 +1,1 @@
+"""The rewrites of fusion.py, by what they recognise."""

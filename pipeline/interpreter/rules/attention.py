@@ -1,0 +1,72 @@
+"""Attention over the paged cache: what depends only on the step is split off, so that all layers share it."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+from typing import TYPE_CHECKING
+
+from pipeline.interpreter.rules.match import part
+
+if TYPE_CHECKING:
+    from pipeline.interpreter.graph import Graph
+    from pipeline.network.program import Node
+
+
+def split_cache_update(graph: Graph, node: Node) -> list[Node] | None:
+    """Where the packed rows go is the same for every pool of one shape."""
+    if node.kind != "kv_cache_update" or node.attributes["form"] != "packed_nhd":
+        return None
+    cache, update, starts, lengths = node.inputs
+    _, heads, size, _ = graph.specs[str(cache)].shape
+    rows = part(node, "cache_rows", (starts, lengths), (-1,), {"heads": heads, "size": size})
+    return [rows, replace(node, kind="write_cache_rows", inputs=(cache, update, rows.outputs[0].name))]
+
+
+def split_attention(graph: Graph, node: Node) -> list[Node] | None:
+    """The mask as what is added to the scores is the same in every layer."""
+    if node.kind != "attention" or node.attributes["causal"] != "none" or len(node.inputs) < 4:
+        return None
+    q, k, v, mask = node.inputs
+    if mask is None or graph.specs[mask].shape[1] != 1:
+        return None
+    heads, kv_heads = graph.specs[str(q)].shape[1], graph.specs[str(k)].shape[1]
+    if heads < 1 or kv_heads < 1:
+        return None
+    bias = part(
+        node, "attention_bias", (mask,), (-1, 1, -1, -1), {"groups": heads // kv_heads}, dtype=node.outputs[0].dtype
+    )
+    return [bias, replace(node, kind="attend", inputs=(q, k, v, bias.outputs[0].name))]
+
+
+def merge_pages(graph: Graph, node: Node) -> list[Node] | None:
+    """gather(pool, table) → swap block and head → join the blocks: one copy of rows [block, width] instead of two.
+
+    With one head there is nothing to swap, and the gather alone is that copy."""
+    if node.kind != "shuffle" or node.attributes["first_transpose"] != [0, 2, 1, 3, 4]:
+        return None
+    gather = graph.maker(node.inputs[0], "gather")
+    if gather is None or gather.attributes["axis"] != 0 or gather.attributes["mode"] != "default":
+        return None
+    pool, table = (graph.specs[str(name)] for name in gather.inputs)
+    if len(pool.shape) != 4 or len(table.shape) != 2 or pool.name in graph.constants:
+        return None
+    _, heads, _, width = pool.shape
+    joined = node.attributes["second_transpose"] is None and node.attributes["zero_is_placeholder"]
+    if not joined or node.attributes["reshape_dims"] not in ([0, 0, -1, width], [0, heads, -1, width]):
+        return None
+    rows = part(node, "page_rows", (table.name,), (-1,), {"heads": heads})
+    return [rows, replace(node, kind="gather_pages", inputs=(pool.name, table.name, rows.outputs[0].name))]
+
+
+def share_rows(graph: Graph, node: Node) -> list[Node] | None:
+    """Rows of a tensor by an index that the step brings: whether they are all rows in order, so that nothing need be
+    copied (one token of each sequence), is asked once."""
+    if node.kind != "gather" or node.attributes["mode"] != "default" or node.attributes["axis"] != 0:
+        return None
+    data, index = (graph.specs[str(name)] for name in node.inputs)
+    if index.name in graph.makers or index.name in graph.constants or data.name in graph.constants:
+        return None
+    if index.dtype != "int32" or len(data.shape) > 3:  # pools have four dimensions: their blocks are never in order
+        return None
+    rows = part(node, "row_index", (index.name,), (-1,), {})
+    return [rows, replace(node, kind="take_rows", inputs=(data.name, index.name, rows.outputs[0].name))]

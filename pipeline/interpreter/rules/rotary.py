@@ -1,0 +1,121 @@
+"""Rotary embedding: the tables' rows of a step, and the chain around a rotation of packed rows."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+from typing import TYPE_CHECKING
+
+from pipeline.interpreter.rules.match import maker_of, part, through_cast
+
+if TYPE_CHECKING:
+    from pipeline.interpreter.graph import Graph
+    from pipeline.network.program import Node
+
+
+def split_rotary(graph: Graph, node: Node) -> list[Node] | None:
+    """The tables' rows of this step are the same for q, k and every layer."""
+    if node.kind != "rotary_embedding" or len(node.inputs) < 4 or node.inputs[3] is None:
+        return None
+    data, cos, sin, positions = node.inputs
+    keys = {"interleaved": node.attributes["interleaved"]}
+    rows = part(node, "rotary_rows", (cos, sin, positions), (-1, 1, -1, -1), keys, dtype="float32")
+    return [rows, replace(node, kind="rotate", inputs=(data, rows.outputs[0].name))]
+
+
+def fuse_rotation(graph: Graph, node: Node) -> list[Node] | None:
+    """cast to fp32 → [T, heads, 1, d] → rotate → [T, heads, d], where each packed row is a sequence of one position."""
+    if node.kind != "shuffle":
+        return None
+    rotate = maker_of(graph, node.inputs[0], "rotate")
+    column = rotate and maker_of(graph, rotate.inputs[0], "shuffle")
+    rows = rotate and maker_of(graph, rotate.inputs[1], "rotary_rows")
+    if rotate is None or column is None or rows is None:
+        return None
+    source, target = graph.specs[str(column.inputs[0])], node.outputs[0]
+    heads, width = target.shape[1:] if len(target.shape) == 3 else (0, 0)
+    if source.shape != (-1, heads, width) or graph.specs[str(rotate.inputs[0])].shape != (-1, heads, 1, width):
+        return None
+    if not (_only_reshapes(column, [-1, heads, 1, width]) and _only_reshapes(node, [-1, heads, width])):
+        return None
+    if rotate.outputs[0].dtype != "float32" or source.dtype != "float32":
+        return None
+    turns = part(rotate, "row_turns", rows.inputs, (-1, 1, -1), dict(rows.attributes), dtype="float32")
+    inputs = (through_cast(graph, source.name), turns.outputs[0].name)
+    return [turns, replace(node, kind="rotate_rows", inputs=inputs, attributes=rotate.attributes)]
+
+
+def scale_rotation(graph: Graph, node: Node) -> list[Node] | None:
+    """A rotation times one number: the tables of the step times that number. (In fp32: other roundings of its last
+    bit.)"""
+    if node.kind != "elementwise" or node.attributes["op"] != "prod":
+        return None
+    rotation = maker_of(graph, node.inputs[0], "rotate_rows")
+    factor = node.inputs[1]
+    if rotation is None or factor not in graph.constants or graph.specs[str(factor)].shape != (1, 1, 1):
+        return None
+    dim = rotation.attributes["dim"]
+    if dim and dim != rotation.outputs[0].shape[2]:  # what is not rotated would stay as it was
+        return None
+    turns = maker_of(graph, rotation.inputs[1], "row_turns")
+    if turns is None:
+        return None
+    scaled = part(node, "row_turns", (*turns.inputs[:3], factor), (-1, 1, -1), turns.attributes, dtype="float32")
+    return [scaled, replace(rotation, inputs=(rotation.inputs[0], scaled.outputs[0].name), outputs=node.outputs)]
+
+
+def round_rotation(graph: Graph, node: Node) -> list[Node] | None:
+    """A rotation rounded at once."""
+    rotation = maker_of(graph, node.inputs[0], "rotate_rows") if node.kind == "cast" else None
+    return None if rotation is None else [replace(rotation, outputs=node.outputs)]
+
+
+def join_rotations(graph: Graph, node: Node) -> list[Node] | None:
+    """Neighbouring heads of one tensor, some turned by scaled tables (queries) and some by plain ones (keys): one
+    rotation by tables that are laid out head by head, once per step."""
+    if node.kind != "rotate_rows":
+        return None
+    heads = _slice_of_heads(graph, node)
+    if heads is None:
+        return None
+    source, _, _ = heads
+    found = {}
+    for reader in graph.users(source):
+        for user in graph.users(reader.outputs[0].name) if reader.kind == "slice" else ():
+            if user.kind == "rotate_rows" and user.outputs[0].dtype == node.outputs[0].dtype:
+                part_of = _slice_of_heads(graph, user)
+                if part_of is not None and user.attributes == node.attributes:
+                    found[part_of[1]] = (user, part_of[2])
+    if len(found) != 2:
+        return None
+    (first, (left, left_count)), (second, (right, right_count)) = sorted(found.items())
+    if first != 0 or second != left_count or right_count + second > graph.specs[source].shape[1]:
+        return None
+    if node is right:
+        return []
+    counts, tables = [left_count, right_count], (left.inputs[1], right.inputs[1])
+    turns = part(
+        left,
+        "head_turns",
+        tables,
+        (-1, sum(counts), -1),
+        {"counts": counts},
+        dtype="float32",
+    )
+    attributes = {**node.attributes, "counts": counts}
+    outputs = (left.outputs[0], right.outputs[0])
+    inputs = (source, turns.outputs[0].name)
+    return [turns, replace(left, kind="rotate_heads", inputs=inputs, outputs=outputs, attributes=attributes)]
+
+
+def _slice_of_heads(graph: Graph, rotation: Node) -> tuple[str, int, int] | None:
+    """A rotation's input as heads first … first + count of a tensor [T, heads, D], where it is that: its name, first
+    and count."""
+    piece = maker_of(graph, rotation.inputs[0], "slice", axes=[1], stride=[1])
+    if piece is None or len(piece.inputs) != 1:
+        return None
+    return str(piece.inputs[0]), int(piece.attributes["start"][0]), int(piece.attributes["size"][0])
+
+
+def _only_reshapes(node: Node, dims: list[int]) -> bool:
+    names = ("first_transpose", "second_transpose", "reshape_dims")
+    return len(node.inputs) == 1 and [node.attributes[name] for name in names] == [None, None, dims]
