@@ -1,0 +1,82 @@
+"""What the executor costs beside the network: CPU microseconds of one step and of each token, with a runner that
+computes nothing. One thread.
+
+    python -m benchmarks.executor
+
+Logits are normal with a standard deviation of 4: as peaked as those of a language model that is not very sure.
+"""
+
+from __future__ import annotations
+
+import time
+from typing import Any
+
+import torch
+
+from pipeline.runtime.executor import Executor
+from pipeline.runtime.limits import Limits
+from pipeline.runtime.request import Request
+from pipeline.runtime.sampling import Sampling
+
+SAMPLINGS: dict[str, dict[str, Any]] = {
+    "greedy": {},
+    "top_k 50, top_p 0.9": {"top_k": 50, "top_p": 0.9},
+    "top_p 0.9": {"top_p": 0.9},
+    "temperature": {"top_p": 1.0},
+    "repetition penalty": {"repetition_penalty": 1.1},
+}
+PROMPT, ANSWER = 200, 50
+
+
+class IdleRunner:
+    """Gives rows of one random matrix."""
+
+    def __init__(self, vocabulary: int) -> None:
+        self.logits = 4 * torch.randn(256, vocabulary)
+
+    def allocate(self, blocks: int) -> None: ...
+
+    def copy_blocks(self, pairs: Any) -> None: ...
+
+    def zero_blocks(self, blocks: Any) -> None: ...
+
+    def read_blocks(self, blocks: Any) -> Any:
+        raise NotImplementedError
+
+    def write_blocks(self, blocks: Any, content: Any) -> None:
+        raise NotImplementedError
+
+    def step(self, inputs: Any) -> torch.Tensor:
+        return self.logits[: len(inputs["logit_rows"])]
+
+
+def measure(vocabulary: int, batch: int, sampling: dict[str, Any]) -> float:
+    """CPU seconds of one step of `batch` streaming requests that generate."""
+    limits = Limits(num_blocks=2000, block_size=64, max_seq_len=1024, max_batch_size=batch, max_num_tokens=256 * batch)
+    executor = Executor(IdleRunner(vocabulary), limits, vocab_size=vocabulary)
+    for n in range(batch):
+        prompt = tuple(range(n, n + PROMPT))
+        request = Request(input_ids=prompt, max_tokens=ANSWER, sampling=Sampling(seed=n, **sampling), streaming=True)
+        executor.submit(request, lambda update: None)
+    executor.step()  # the prompts
+    start = time.process_time()
+    steps = 0
+    while executor.step():
+        steps += 1
+    return (time.process_time() - start) / steps
+
+
+def main() -> None:
+    torch.set_num_threads(1)
+    print(f"{'vocabulary':>10} {'batch':>6} {'sampling':20} {'us/step':>9} {'us/token':>9}")
+    for vocabulary in (512, 49152):
+        for batch in (1, 16, 64):
+            for name, sampling in SAMPLINGS.items():
+                seconds = min(measure(vocabulary, batch, sampling) for _ in range(3))
+                print(
+                    f"{vocabulary:10} {batch:6} {name:20} {seconds * 1e6:9.0f} {seconds / batch * 1e6:9.1f}", flush=True
+                )
+
+
+if __name__ == "__main__":
+    main()
