@@ -32,8 +32,10 @@ def command(
     """Say what `engine` would run and why, and what fits the GPU.
 
     Makes nothing. The memory is computed from the checkpoint's headers and the limits in the config: weights, workspace
-    and KV cache against the GPU's memory, and the largest batch for each context length.
+    and KV cache against the GPU's memory, and the largest batch for each context length; of several GPUs, what each
+    holds. What a run takes of this host's disk, memory and time is estimated.
     """
+    from pipeline.cli.host import describe_host, print_host
     from pipeline.cli.memory import describe_memory, print_memory
     from pipeline.cli.source import check_source
     from pipeline.stages.executor import Executor
@@ -43,13 +45,16 @@ def command(
     source = check_source(config, buildable=False)
     plans = Executor(config, load_stages()).plan(start=start, until=until, force=force)
     memory = describe_memory(config, source.folder.architecture, source.folder.tensors)
+    host = describe_host(config, source.folder.architecture, source.folder.tensors)
     if as_json:
         stages = [_to_json(plan) for plan in plans]
-        print_json({"name": config.name, "stages": stages, "memory": memory, "notes": list(source.notes)})
+        document = {"name": config.name, "stages": stages, "memory": memory, "host": host, "notes": list(source.notes)}
+        print_json(document)
         return
     print_title(f"{config.name}: {config.model.path} for {config.target.gpu} by {config.target.backend}")
     print_plans(plans)
     print_memory(memory)
+    print_host(host)
     for note in source.notes:
         click.echo(f"  note: {note}")
 

@@ -33,6 +33,7 @@ from pipeline.network.spec import NetworkSpec
 from pipeline.progress import SILENT, Progress, format_amount
 
 if TYPE_CHECKING:
+    from pipeline.checkpoint.architecture import Architecture
     from pipeline.checkpoint.folder import CheckpointFolder
 
 NETWORK_FACTORY = "pipeline.network.network:build_network"
@@ -128,9 +129,14 @@ def build_engine(
 
 def estimate_build_bytes(source: CheckpointFolder, weights: str = FULL) -> int:
     """Memory that building from this checkpoint takes, in bytes, beside the mapped weight files."""
+    return build_memory(source.architecture, sum(info.nbytes for info in source.tensors.values()), weights)
+
+
+def build_memory(architecture: Architecture, nbytes: int, weights: str) -> int:
+    """The same for so many bytes of weights."""
     if weights == STRIPPED:
-        return _STRIPPED_BYTES + source.architecture.num_layers * _STRIPPED_BYTES_PER_LAYER
-    return int(_COPIES * sum(info.nbytes for info in source.tensors.values())) + _OWN_BYTES
+        return _STRIPPED_BYTES + architecture.num_layers * _STRIPPED_BYTES_PER_LAYER
+    return int(_COPIES * nbytes) + _OWN_BYTES
 
 
 def _warn_about_memory(needed: int, progress: Progress) -> None:

@@ -1,0 +1,56 @@
+"""What a run will take of this host, for `plan`."""
+
+from __future__ import annotations
+
+import shutil
+from typing import TYPE_CHECKING, Any
+
+import click
+
+from pipeline.cli.memory import int4_rules
+from pipeline.cli.tables import print_table, print_title
+from pipeline.progress import format_amount, format_seconds
+
+if TYPE_CHECKING:
+    from collections.abc import Mapping
+    from pathlib import Path
+
+    from pipeline.checkpoint.architecture import Architecture
+    from pipeline.checkpoint.tensors import TensorInfo
+    from pipeline.config.schema import Config
+
+
+def describe_host(config: Config, architecture: Architecture, tensors: Mapping[str, TensorInfo]) -> dict[str, Any]:
+    """Disk, memory and time of the stages that write much, as if none was made, and the disk that is free."""
+    from pipeline.config.case import FP8_TYPES
+    from pipeline.stages.forecast import forecast
+
+    dtype = config.stages.convert.dtype or architecture.dtype
+    has_fp8 = config.stages.convert.dtype is None and any(t.dtype in FP8_TYPES for t in tensors.values())
+    rows = forecast(config, architecture, tensors, dtype=dtype, int4=int4_rules(config), fp8=has_fp8)
+    return {
+        "stages": [row.to_json() for row in rows],
+        "disk_bytes": sum(row.disk_bytes for row in rows),
+        "free_bytes": _free_bytes(config.output),
+    }
+
+
+def _free_bytes(output: Path) -> int:
+    """On the disk of the output folder, or of the folder it will be made in."""
+    folder = output.absolute()
+    while not folder.exists():
+        folder = folder.parent
+    return shutil.disk_usage(folder).free
+
+
+def print_host(host: Mapping[str, Any]) -> None:
+    print_title("estimates for this host: each stage's disk, memory, and time on two free cores")
+    rows = []
+    for row in host["stages"]:
+        memory = "-" if row["memory_bytes"] is None else format_amount(row["memory_bytes"], "B")
+        seconds = "-" if row["seconds"] is None else format_seconds(row["seconds"])
+        rows.append((row["stage"], format_amount(row["disk_bytes"], "B"), memory, seconds))
+    total = format_amount(host["disk_bytes"], "B")
+    print_table([*rows, ("total", total, "", f"{format_amount(host['free_bytes'], 'B')} of disk are free")])
+    if host["disk_bytes"] > host["free_bytes"]:
+        click.secho("  more than the disk has left: set `output:` to a larger one", fg="red", bold=True)

@@ -1,0 +1,147 @@
+"""What a run will take of this host, for `plan`: disk from the layout, memory and time from measured rates.
+
+All are estimates. Disk is what the stages will write (`package` links instead of copying where it can). Times are for
+two cores that have nothing else to do; what was never measured has none.
+"""
+
+from __future__ import annotations
+
+import math
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, Any
+
+from pipeline.checkpoint.layouts import layout_for, list_kinds
+from pipeline.checkpoint.layouts.scales import count_blocks
+from pipeline.engine.description import STRIPPED
+from pipeline.engine.kernels import DTYPE_BYTES
+from pipeline.engine.weights import Int4Rules, estimate_weights
+
+if TYPE_CHECKING:
+    from collections.abc import Callable, Mapping
+
+    from pipeline.checkpoint.architecture import Architecture
+    from pipeline.checkpoint.layouts import Mapping as Tensor
+    from pipeline.checkpoint.tensors import TensorInfo
+    from pipeline.config.schema import Config
+
+# Measured by `python -m benchmarks.scale memory`: bytes of 16-bit source per second, and peak memory at any size.
+CONVERT_RATE, CONVERT_MEMORY = 0.45e9, 350_000_000
+ROUND_RATE, ROUND_MEMORY = 0.55e9, 420_000_000
+# By `python -m benchmarks.build`: bytes of weights per second, beside the time for each profile of each layer.
+BUILD_RATE, SECONDS_PER_LAYER = 0.06e9, 0.4
+# By `python -m benchmarks.scale stripped`, likewise: weights are digested, and each is given a program that takes it.
+DIGEST_RATE, STRIPPED_SECONDS_PER_LAYER = 0.5e9, 2.0
+# Bytes of the program for each profile of each layer, with MLA and without: the same runs.
+PROGRAM_BYTES = {True: 3_100_000, False: 1_200_000}
+FLOAT32 = 4
+FP8_TYPES = ("F8_E4M3",)
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Forecast:
+    """One stage's disk, memory and time. None: not known ahead."""
+
+    stage: str
+    disk_bytes: int
+    memory_bytes: int | None
+    seconds: float | None
+
+    def to_json(self) -> dict[str, Any]:
+        return {
+            "stage": self.stage,
+            "disk_bytes": self.disk_bytes,
+            "memory_bytes": self.memory_bytes,
+            "seconds": None if self.seconds is None else round(self.seconds),
+        }
+
+
+def forecast(
+    config: Config,
+    architecture: Architecture,
+    tensors: Mapping[str, TensorInfo],
+    *,
+    dtype: str,
+    int4: Int4Rules | None,
+    fp8: bool,
+) -> list[Forecast]:
+    """The stages that write much, in order. fp8: the engine checkpoint keeps the source's FP8 blocks."""
+    sizes = _Sizes(architecture, tensors)
+    wide = sizes.sum(lambda tensor: _plain_bytes(tensor, dtype))  # the work, whatever the source's type
+
+    def kept_bytes(tensor: Tensor) -> int:
+        is_fp8 = fp8 and tensors[tensor.sources[0]].dtype in FP8_TYPES
+        return _fp8_bytes(tensor) if is_fp8 else _plain_bytes(tensor, dtype)
+
+    def unquantized_bytes(tensor: Tensor) -> int:
+        """Quantization leaves no FP8 in the decoder, and nothing of the MTP layer changed."""
+        return kept_bytes(tensor) if tensor.role == "mtp" else _plain_bytes(tensor, dtype)
+
+    converted = sizes.sum(kept_bytes)
+    rows = [
+        Forecast(
+            stage="convert",
+            disk_bytes=converted,
+            memory_bytes=CONVERT_MEMORY,
+            seconds=converted / CONVERT_RATE,
+        )
+    ]
+    if int4 is not None:
+        rounds = config.stages.quantize.method == "rtn"
+        rows.append(
+            Forecast(
+                stage="quantize",
+                disk_bytes=sizes.sum(lambda tensor: _int4_bytes(tensor, int4) or unquantized_bytes(tensor)),
+                memory_bytes=ROUND_MEMORY if rounds else None,
+                seconds=wide / ROUND_RATE if rounds else None,
+            )
+        )
+    weights = estimate_weights(
+        architecture, dtype=dtype, max_seq_len=config.stages.build.max_seq_len, int4=int4, fp8=fp8 and int4 is None
+    )
+    return [*rows, _forecast_build(config, architecture, weights)]
+
+
+def _forecast_build(config: Config, architecture: Architecture, weights: int) -> Forecast:
+    from pipeline.engine.builder import build_memory
+
+    build = config.stages.build
+    parts = architecture.num_layers * (1 + len(build.profiles))
+    program = parts * PROGRAM_BYTES[architecture.latent is not None]
+    if build.weights == STRIPPED:
+        seconds = weights / DIGEST_RATE + parts * STRIPPED_SECONDS_PER_LAYER
+    else:
+        seconds = weights / BUILD_RATE + parts * SECONDS_PER_LAYER
+    return Forecast(
+        stage="build",
+        disk_bytes=program + (0 if build.weights == STRIPPED else weights),
+        memory_bytes=build_memory(architecture, weights, build.weights),
+        seconds=seconds,
+    )
+
+
+class _Sizes:
+    """The checkpoint's tensors by kind: those of the decoder, and of the layer for multi-token prediction if the source
+    has it, which is converted and never quantized."""
+
+    def __init__(self, architecture: Architecture, tensors: Mapping[str, TensorInfo]) -> None:
+        kinds = [(kind.first, kind.count) for kind in list_kinds(architecture)]
+        kinds += [(mapping, 1) for mapping in layout_for(architecture).mtp_mappings()]
+        self.kinds = [(first, n) for first, n in kinds if not first.optional or first.sources[0] in tensors]
+
+    def sum(self, nbytes: Callable[[Tensor], int]) -> int:
+        return sum(count * nbytes(mapping) for mapping, count in self.kinds)
+
+
+def _plain_bytes(tensor: Tensor, dtype: str) -> int:
+    return math.prod(tensor.target_shape) * (DTYPE_BYTES[dtype] if tensor.cast else FLOAT32)
+
+
+def _fp8_bytes(tensor: Tensor) -> int:
+    return math.prod(tensor.target_shape) + math.prod(count_blocks(tensor.target_shape)) * FLOAT32
+
+
+def _int4_bytes(tensor: Tensor, rules: Int4Rules) -> int:
+    """0 for what does not become INT4. Excluded tensors are few, and counted as if they were not."""
+    group = rules.pick_group(tensor.role, tensor.target_shape)
+    elements = math.prod(tensor.target_shape)
+    return elements // 2 + elements // group * FLOAT32 if group else 0

@@ -1,0 +1,72 @@
+"""Sizes that `plan` foretells, held against what convert and quantize write."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from pipeline.checkpoint.convert import convert_checkpoint
+from pipeline.checkpoint.folder import CheckpointFolder
+from pipeline.cli.host import describe_host
+from pipeline.config.schema import Config
+from pipeline.engine.weights import Int4Rules, estimate_weights
+from pipeline.quantization.quantize import quantize_checkpoint
+from pipeline.workspace import FolderWorkspace
+from tests import fixtures
+
+
+def _config(model: Path, output: Path, **stages: Any) -> Config:
+    return Config(name="x", model={"path": model}, target={"gpu": "L4"}, output=output, stages=stages)
+
+
+def _written(folder: Path) -> int:
+    return sum(info.nbytes for info in CheckpointFolder.open(folder).tensors.values())
+
+
+@pytest.mark.parametrize("dtype", [None, "float32", "float16"])
+@pytest.mark.parametrize(
+    "model",
+    [
+        lambda path: fixtures.llama(path, num_hidden_layers=3),
+        lambda path: fixtures.deepseek_v2(path, num_hidden_layers=3),
+        lambda path: fixtures.qwen2(path, tie_word_embeddings=True),
+        lambda path: fixtures.deepseek_v3(path, fp8=True),
+        lambda path: fixtures.deepseek_v3(path, mtp=False),
+    ],
+    ids=["llama", "v2", "qwen2", "v3-fp8", "v3-without-mtp"],
+)
+def test_disk_is_what_the_stages_write(model: Any, dtype: str | None, tmp_path: Path) -> None:
+    source = CheckpointFolder.open(model(tmp_path / "model"))
+    config = _config(source.path, tmp_path / "out", convert={"dtype": dtype}, quantize={"method": "rtn"})
+    rows = {row["stage"]: row for row in describe_host(config, source.architecture, source.tensors)["stages"]}
+    convert_checkpoint(source, FolderWorkspace(tmp_path / "converted"), dtype=dtype, overflow="refuse")
+    assert rows["convert"]["disk_bytes"] == _written(tmp_path / "converted")
+    converted = CheckpointFolder.open(tmp_path / "converted")
+    quantize_checkpoint(converted, FolderWorkspace(tmp_path / "quantized"), settings=config.stages.quantize)
+    assert rows["quantize"]["disk_bytes"] == _written(tmp_path / "quantized")
+
+
+def test_stages_that_will_not_run_are_left_out(tmp_path: Path, llama_path: Path) -> None:
+    source = CheckpointFolder.open(llama_path)
+    config = _config(llama_path, tmp_path, quantize={"method": "none"})
+    host = describe_host(config, source.architecture, source.tensors)
+    assert [row["stage"] for row in host["stages"]] == ["convert", "build"]
+    assert host["disk_bytes"] == sum(row["disk_bytes"] for row in host["stages"])
+    assert host["free_bytes"] > 0
+
+
+def test_an_engine_without_weights_takes_little_of_disk_and_memory(tmp_path: Path, llama_path: Path) -> None:
+    source = CheckpointFolder.open(llama_path)
+    builds = []
+    for weights in ("full", "stripped"):
+        config = _config(llama_path, tmp_path, quantize={"method": "awq"}, build={"weights": weights})
+        rows = describe_host(config, source.architecture, source.tensors)["stages"]
+        assert rows[1]["seconds"] is None and rows[1]["memory_bytes"] is None  # AWQ was not measured at size
+        builds.append(rows[2])
+    full, stripped = builds
+    rules = Int4Rules(include=config.stages.quantize.include)
+    weights_bytes = estimate_weights(source.architecture, dtype="bfloat16", max_seq_len=4096, int4=rules)
+    assert full["disk_bytes"] - stripped["disk_bytes"] == weights_bytes
+    assert stripped["seconds"] > 0
