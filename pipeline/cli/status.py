@@ -11,7 +11,7 @@ from pipeline.cli.tables import print_table, print_title
 from pipeline.errors import StoreError
 
 if TYPE_CHECKING:
-    from collections.abc import Mapping
+    from collections.abc import Mapping, Sequence
 
     from pipeline.stages.executor import Executor
     from pipeline.stages.plan import StagePlan
@@ -29,15 +29,17 @@ def command(config_file: str, overrides: tuple[str, ...], as_json: bool, digests
     config = read_config(config_file, overrides)
     executor = Executor(config, load_stages())
     last = executor.folder.read()
-    stages = [_describe(plan, last) for plan in executor.plan()]
-    damage = _check_digests(executor) if digests else []
+    plans = executor.plan()
+    stages = [_describe(plan, last) for plan in plans]
+    checked, damage = _check_digests(executor, plans, last) if digests else ([], [])
     if as_json:
         print_json({"name": config.name, "folder": str(executor.folder.path), "stages": stages, "damage": damage})
     else:
         print_title(f"{config.name}: {executor.folder.path}")
         print_table([_row(stage) for stage in stages])
         if digests and not damage:
-            click.echo("  every file has the digest it was written with")
+            of = f"every file of {', '.join(checked)} has the digest it was written with"
+            click.echo(f"  {of if checked else 'nothing is made, so no file was read'}")
     if damage:
         raise StoreError(
             "\n".join(damage), hint="run `trtseek engine` with --force and the stage's name to make it again"
@@ -75,9 +77,19 @@ def _row(stage: Mapping[str, Any]) -> tuple[str, ...]:
     return stage["stage"], stage["state"], size, f"in {took}", f"{stage['created']}  {stage['path']}"
 
 
-def _check_digests(executor: Executor) -> list[str]:
-    damage = []
-    for plan in executor.plan():
-        if plan.artifact is not None and (problem := plan.artifact.find_damage(full=True)):
-            damage.append(f"{plan.stage}: {problem}")
-    return damage
+def _check_digests(
+    executor: Executor, plans: Sequence[StagePlan], last: Mapping[str, Any]
+) -> tuple[list[str], list[str]]:
+    """Reads every file that the store has for these stages: under the fingerprints of now, and of the last run, whose
+    results are stale but shown. The stages that were read, and what is damaged."""
+    checked, damage = [], []
+    for plan in plans:
+        prints = (plan.fingerprint, last.get(plan.stage, {}).get("fingerprint"))
+        for fingerprint in dict.fromkeys(filter(None, prints)):
+            if not executor.store.has(plan.stage, fingerprint):
+                continue
+            checked.append(plan.stage)
+            finding = executor.store.find(plan.stage, fingerprint, full=True)
+            if finding.artifact is None:
+                damage.append(f"{plan.stage}: {finding.reason.removeprefix('damaged: ')}")
+    return list(dict.fromkeys(checked)), damage
