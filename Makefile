@@ -1,12 +1,14 @@
 # Everything a user or CI runs. Targets create .venv themselves and reuse it; `make` alone lists them.
 CONFIG ?= a100-int4.yaml
+PROMPT ?= def quicksort(
+export PROMPT
 PYTHON ?= python3
 VENV := .venv
 BIN := $(VENV)/bin
 READY := $(VENV)/.ready
 
 .DEFAULT_GOAL := help
-.PHONY: help engine plan status test test-slow check checkpoints smollm2 bench lock clean
+.PHONY: help engine serve query plan status test test-slow check checkpoints smollm2 bench lock clean
 
 help: ## list the targets
 	@awk -F ':.*## ' '/^[a-z0-9-]+:.*## / {printf "  make %-12s %s\n", $$1, $$2}' $(MAKEFILE_LIST)
@@ -19,6 +21,12 @@ $(READY): requirements.lock pyproject.toml
 
 engine: $(READY) ## run every stage of CONFIG=a100-int4.yaml that is not cached
 	$(BIN)/trtseek engine $(CONFIG)
+
+serve: $(READY) ## serve CONFIG with Triton until Ctrl-C, made first if it is not there
+	$(BIN)/trtseek serve $(CONFIG)
+
+query: $(READY) ## ask the running server: make query PROMPT="def quicksort("
+	$(BIN)/trtseek query "$$PROMPT"
 
 plan: $(READY) ## say what `make engine CONFIG=…` would run, and whether it fits the GPU
 	$(BIN)/trtseek plan $(CONFIG)

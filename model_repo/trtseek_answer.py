@@ -33,6 +33,9 @@ class Sequence:
     def add(self, arrays: Arrays, wanted: tuple[str, ...]) -> None:
         length = int(arrays["sequence_length"].reshape(-1)[0])
         self._say(self.finder.add(self.detokenizer.add(arrays["output_ids"].reshape(-1)[:length].tolist())))
+        self.keep(arrays, wanted)
+
+    def keep(self, arrays: Arrays, wanted: tuple[str, ...]) -> None:
         for name in wanted:
             if name in arrays:
                 self.others.setdefault(name, []).append(arrays[name])
@@ -78,8 +81,11 @@ class Answer:
         """The responses that a response of `tensorrt_llm` leads to: none while nothing new is certain."""
         index = int(arrays["sequence_index"].reshape(-1)[0])
         sequence = self._sequences.setdefault(index, Sequence(self._tokenizer, self._prompt))
+        wanted = self._prompt.wanted
         if not sequence.finder.found:
-            sequence.add(arrays, self._prompt.wanted)
+            sequence.add(arrays, wanted)
+        else:  # tokens after a stop string are nobody's; what is told at the end is still told
+            sequence.keep(arrays, tuple(name for name in wanted if name not in PER_TOKEN))
         return [self._respond(index)] if self._prompt.streams and sequence.unsaid else []
 
     def finish(self) -> list[Arrays]:

@@ -25,7 +25,10 @@ if TYPE_CHECKING:
 # when torch loads the library, so set before any verb imports it.
 os.environ.setdefault("GOMP_SPINCOUNT", "0")
 
-VERBS = ("engine", "plan", "status", "validate", "inspect", "refit", "explain", "diff", "gc", "doctor", "schema")
+VERBS = (
+    *("engine", "serve", "query", "plan", "status", "validate", "inspect"),
+    *("refit", "explain", "diff", "gc", "doctor", "schema"),
+)
 
 # Beside those of pipeline.errors: what a shell reports for a signal, and sysexits' EX_SOFTWARE.
 INTERRUPTED, TERMINATED, PIPE_CLOSED, BUG = 130, 143, 141, 70

@@ -144,7 +144,7 @@ class TritonServer:
 
     def metrics(self) -> str:
         """Triton's metrics in Prometheus' text format. Raises ServerError."""
-        return self._fetch(f"http://{self._reach(self.addresses.host)}:{self.addresses.metrics}/metrics")
+        return self._fetch(f"http://{self.reach(self.addresses.host)}:{self.addresses.metrics}/metrics")
 
     def errors(self, lines: int = 6) -> str:
         """The log's last errors, for messages."""
@@ -257,7 +257,7 @@ class TritonServer:
                 job.result()
 
     def _call(self, path: str, *, body: bytes | None = None, timeout: float) -> str:
-        url = f"http://{self._reach(self.addresses.http_host)}:{self.addresses.http}{path}"
+        url = f"http://{self.reach(self.addresses.http_host)}:{self.addresses.http}{path}"
         return self._fetch(urllib.request.Request(url, body, {GUARD: self.key}), timeout)
 
     def _fetch(self, request: str | urllib.request.Request, timeout: float = 5.0) -> str:
@@ -275,7 +275,7 @@ class TritonServer:
             raise ServerError(str(error)) from None
 
     @staticmethod
-    def _reach(host: str) -> str:
+    def reach(host: str) -> str:
         """An address of this host for one that means every interface."""
         return {"0.0.0.0": LOOPBACK, "::": "[::1]"}.get(host, host)
 

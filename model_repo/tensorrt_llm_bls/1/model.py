@@ -37,9 +37,10 @@ class TritonPythonModel:
             skip_special_tokens=read_flag(parameters, "skip_special_tokens"),
         )
         self.child = parameters["tensorrt_llm_model_name"]
+        self.errors_as_tensor = parameters.get("errors") == "tensor"
         self.accumulates = read_flag(parameters, "accumulate_tokens")
         self.max_bytes = int(parameters["max_prompt_bytes"])
-        self._streams: dict[str, Any] = {}
+        self._streams: dict[str, Call] = {}
         self._lock = threading.Lock()
         self._closed = threading.Event()
         self._pool = concurrent.futures.ThreadPoolExecutor(MAX_STREAMS, "stream")
@@ -72,7 +73,7 @@ class TritonPythonModel:
         except Exception as error:
             pb_utils.Logger.log_error(f"a request failed: {error!r}")
             call.fail(f"the request failed: {error!r}", pb_utils.TritonError.INTERNAL)
-        call.sender.send(flags=FINAL)
+        call.close()
 
     def _serve_row(self, call: Call, row: int, prompt: Prompt, rows: int) -> None:
         name = uuid.uuid4().hex
@@ -80,13 +81,13 @@ class TritonPythonModel:
         request = pb_utils.InferenceRequest(
             model_name=self.child,
             request_id=name,
-            requested_output_names=answer.outputs,
+            requested_output_names=[*answer.outputs, *(["error"] if self.errors_as_tensor else [])],
             inputs=_tensors(build_inputs(self.tokenizer, call.inputs, prompt, row=row, rows=rows)),
             timeout=call.timeout,
-            parameters=call.parameters,
+            parameters={**call.parameters, **({"errors": "tensor"} if self.errors_as_tensor else {})},
         )
         with self._lock:
-            self._streams[name] = call.sender
+            self._streams[name] = call
         stopped = False
         try:
             for response in request.exec(decoupled=True):
@@ -95,7 +96,11 @@ class TritonPythonModel:
                     call.fail(rename_fields(error.message()), error.code())
                     continue
                 arrays = {tensor.name(): tensor.as_numpy() for tensor in response.output_tensors()}
-                if arrays:
+                if "error" in arrays:
+                    document = json.loads(arrays["error"].item())
+                    code = getattr(pb_utils.TritonError, document["code"])
+                    call.fail(rename_fields(document["message"]), code)
+                elif arrays:
                     call.send(answer.add(arrays))
                 if answer.stopped and not stopped:
                     stopped = True  # and what still comes is taken, since Triton waits until it is
@@ -124,8 +129,8 @@ class TritonPythonModel:
             with self._lock:
                 streams = list(self._streams.items())
             count = len(streams)
-            for name, sender in streams:
-                if sender.is_cancelled():
+            for name, call in streams:
+                if call.is_cancelled():
                     with self._lock:
                         gone = self._streams.pop(name, None)
                     if gone is not None:
@@ -136,14 +141,35 @@ class Call:
     """One request, and the way to answer it."""
 
     def __init__(self, inputs: Arrays, *, sender: Any, parameters: dict[str, Any], timeout: int) -> None:
-        self.inputs, self.sender, self.parameters, self.timeout = inputs, sender, parameters, timeout
+        self.inputs, self.parameters, self.timeout = inputs, parameters, timeout
+        self._sender, self._closed = sender, False
+        self._error: Any = None
+        # Triton crashes when it is asked about a request whose final response it has.
+        self._closing = threading.Lock()
+
+    def is_cancelled(self) -> bool:
+        with self._closing:
+            return not self._closed and bool(self._sender.is_cancelled())
+
+    def close(self) -> None:
+        """Sends the final flag; with the last error, as a client that sees one often does not wait for what follows,
+        and Triton keeps a request for ever that is cancelled between its last response and a final flag."""
+        with self._closing:
+            self._closed = True
+            if self._error is None:
+                self._sender.send(flags=FINAL)
+            else:
+                self._sender.send(self._error, flags=FINAL)
 
     def send(self, responses: list[Arrays]) -> None:
         for arrays in responses:
-            self.sender.send(pb_utils.InferenceResponse(_tensors(arrays)))
+            self._sender.send(pb_utils.InferenceResponse(_tensors(arrays)))
 
     def fail(self, message: str, code: Any) -> None:
-        self.sender.send(pb_utils.InferenceResponse(error=pb_utils.TritonError(message, code)))
+        """Keeps an error until `close`; another row's error before it is sent."""
+        if self._error is not None:
+            self._sender.send(self._error)
+        self._error = pb_utils.InferenceResponse(error=pb_utils.TritonError(message, code))
 
 
 def _tensors(arrays: dict[str, npt.NDArray[Any]]) -> list[Any]:

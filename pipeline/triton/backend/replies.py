@@ -34,11 +34,21 @@ class Reply:
     """
 
     def __init__(
-        self, sender: Any, rows: int, *, request_id: str, wanted: Wanted, on_done: Callable[[Reply], None]
+        self,
+        sender: Any,
+        rows: int,
+        *,
+        request_id: str,
+        wanted: Wanted,
+        errors_as_tensor: bool,
+        on_done: Callable[[Reply], None],
     ) -> None:
         self.sender, self.request_id, self.wanted, self._on_done = sender, request_id, wanted, on_done
+        self._errors_as_tensor = errors_as_tensor
         self.done = False
         self._lock = threading.RLock()
+        # Triton crashes when it is asked about a request whose final response it has.
+        self._sending = threading.Lock()
         self._handles: list[Handle | None] = [None] * rows
         self._pending: dict[tuple[int, int], Pending] = {}
         self._errors: list[tuple[int, TrtseekError]] = []
@@ -58,6 +68,11 @@ class Reply:
                 self._errors.append((row, error))
                 outbox.put(self, urgent=True)
 
+    def is_cancelled(self) -> bool:
+        """Whether the client has gone, which is a question to Triton's process."""
+        with self._sending:
+            return not self.done and bool(self.sender.is_cancelled())
+
     def cancel(self) -> None:
         for handle in self._handles:
             if handle is not None:
@@ -65,6 +80,12 @@ class Reply:
 
     def send(self, stub: Stub) -> None:
         """Sends what has come since the last time. Called by one thread only."""
+        with self._sending:
+            self._send(stub)
+        if self.done:
+            self._on_done(self)
+
+    def _send(self, stub: Stub) -> None:
         with self._lock:
             taken = [(key, pending.take()) for key, pending in self._pending.items() if pending.has_news]
             errors, self._errors = self._errors, []
@@ -79,14 +100,14 @@ class Reply:
             is_last = ended and not errors and pending is taken[-1][1]
             stub.send(self.sender, arrays, final=is_last)
             self.done = is_last
-        for row, error in errors:
-            stub.send_error(self.sender, error, row=row if len(self._handles) > 1 else None)
+        for place, (row, error) in enumerate(errors):
+            named = row if len(self._handles) > 1 else None
+            is_last = ended and place == len(errors) - 1
+            stub.send_error(self.sender, error, final=is_last, row=named, as_tensor=self._errors_as_tensor)
+            self.done = is_last
         if ended and not self.done:
-            # By itself: an error with the final flag would keep the calling model's reference for ever.
             stub.send_final(self.sender)
             self.done = True
-        if self.done:
-            self._on_done(self)
 
     def _add(self, row: int, update: Update) -> bool:
         """Takes news of a row; whether they are urgent: somebody's first tokens, or an end."""

@@ -62,16 +62,15 @@ class Service:
 
     def execute(self, requests: list[Any]) -> None:
         for request in requests:
-            sender = request.get_response_sender()
+            sender, parameters = request.get_response_sender(), self.stub.read_parameters(request)
+            as_tensor = parameters.get("errors") == "tensor"
             try:
-                self._accept(request, sender)
-            except TrtseekError as error:
-                self.stub.send_error(sender, error)
-                self.stub.send_final(sender)
+                self._accept(request, sender, parameters, as_tensor)
             except Exception as error:  # an answer is owed, whatever went wrong: without one a client waits for ever
-                self.log.log_error(f"a request was not understood: {error!r}")
-                self.stub.send_error(sender, ServingError(f"the request was not understood: {error!r}"))
-                self.stub.send_final(sender)
+                if not isinstance(error, TrtseekError):
+                    self.log.log_error(f"a request was not understood: {error!r}")
+                    error = ServingError(f"the request was not understood: {error!r}")
+                self.stub.send_error(sender, error, final=True, as_tensor=as_tensor)
 
     def close(self) -> None:
         """Ends what runs; whoever still waits is told."""
@@ -80,7 +79,7 @@ class Service:
         self._closed.set()
         self._attendant.join(CLOSE_S)
 
-    def _accept(self, request: Any, sender: Any) -> None:
+    def _accept(self, request: Any, sender: Any, parameters: Mapping[str, Any], as_tensor: bool) -> None:
         tensors, request_id = self.stub.read(request), str(request.request_id() or "")
         if is_stop(tensors):
             if not request_id:
@@ -94,10 +93,17 @@ class Service:
             tensors,
             request_id=request_id,
             vocab_size=self.loaded.vocab_size,
-            parameters=self.stub.read_parameters(request),
+            parameters=parameters,
             timeout_us=int(request.timeout() or 0),
         )
-        reply = Reply(sender, len(requests), request_id=request_id, wanted=read_wanted(tensors), on_done=self._forget)
+        reply = Reply(
+            sender,
+            len(requests),
+            request_id=request_id,
+            wanted=read_wanted(tensors),
+            errors_as_tensor=as_tensor,
+            on_done=self._forget,
+        )
         with self._lock:
             self._replies[reply] = None
         for row, wanted in enumerate(requests):
@@ -126,7 +132,7 @@ class Service:
             with self._lock:
                 replies = list(self._replies)
             for reply in replies:
-                if not reply.done and reply.sender.is_cancelled():
+                if reply.is_cancelled():
                     reply.cancel()
             now = time.monotonic()
             if now - published >= PUBLISH_S:

@@ -6,6 +6,8 @@ from __future__ import annotations
 import json
 from typing import TYPE_CHECKING, Any
 
+import numpy as np
+
 from pipeline.errors import TrtseekError
 from pipeline.runtime import errors
 
@@ -40,15 +42,26 @@ class Stub:
         tensors = [self.module.Tensor(name, array) for name, array in arrays.items()]
         sender.send(self.module.InferenceResponse(tensors), flags=self._final if final else 0)
 
-    def send_error(self, sender: Any, error: TrtseekError, *, row: int | None = None) -> None:
-        """`row`: which one of a batch it is about. The final flag goes out by itself."""
+    def send_error(
+        self, sender: Any, error: TrtseekError, *, final: bool, row: int | None = None, as_tensor: bool = False
+    ) -> None:
+        """`row`: which one of a batch it is about. `final`: nothing follows, which is told in the same response: many a
+        client cancels its stream when it sees an error, and Triton 24.10 keeps a request for ever that is cancelled
+        between its last response and a final flag.
+
+        as_tensor: for a model that called this one. The Python backend of Triton 24.10 hands on an error response of a
+        decoupled model without the id of the call (SaveToSharedMemory in its infer_response.cc): the caller never sees
+        it unless it is the first response, and then cannot be unloaded any more.
+        """
         text = f"{error.message} ({error.hint})" if error.hint else error.message
+        text = text if row is None else f"row {row}: {text}"
         code = next((code for kind, code in CODES if isinstance(error, kind)), "INTERNAL")
-        failure = self.module.TritonError(text if row is None else f"row {row}: {text}", self._code(code))
-        sender.send(self.module.InferenceResponse(error=failure))
+        if as_tensor:
+            document = json.dumps({"code": code, "message": text}).encode()
+            self.send(sender, {"error": np.array([[document]], np.object_)}, final=final)
+        else:
+            failure = self.module.TritonError(text, getattr(self.module.TritonError, code))
+            sender.send(self.module.InferenceResponse(error=failure), flags=self._final if final else 0)
 
     def send_final(self, sender: Any) -> None:
         sender.send(flags=self._final)
-
-    def _code(self, name: str) -> Any:
-        return getattr(self.module.TritonError, name)

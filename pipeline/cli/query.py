@@ -1,0 +1,163 @@
+"""trtseek query PROMPT: ask a running server."""
+
+from __future__ import annotations
+
+import json
+import sys
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+import click
+
+from pipeline.cli.options import json_option, print_json
+
+if TYPE_CHECKING:
+    from collections.abc import Iterator, Mapping, Sequence
+
+    from pipeline.triton.client import Answer, Query
+
+DEFAULT_URL = "localhost:8001"
+
+
+@click.command(name="query")
+@click.argument("prompt", required=False)
+@click.option("--url", default=DEFAULT_URL, show_default=True, help="The server's gRPC address.")
+@click.option("--max-tokens", type=click.IntRange(1), default=64, show_default=True)
+@click.option("--temperature", type=float, help="0 is greedy. Without --top-k and --top-p, the best token is taken.")
+@click.option("--top-k", type=int)
+@click.option("--top-p", type=float)
+@click.option("--seed", type=click.IntRange(0, 2**64 - 1))
+@click.option("--repetition-penalty", type=float)
+@click.option("--stop", multiple=True, metavar="TEXT", help="Ends the answer before this text. May be repeated.")
+@click.option("--chat", is_flag=True, help="PROMPT is what a user says: it goes through the model's chat template.")
+@click.option("--system", metavar="TEXT", help="With --chat: the system message.")
+@click.option("--input-ids", metavar="IDS", help="Token ids, separated by commas, in the place of PROMPT.")
+@click.option("--file", "path", type=click.Path(path_type=Path), help="One prompt a line; .jsonl: one object a line.")
+@click.option("--concurrency", type=click.IntRange(1, 256), default=4, show_default=True, help="With --file.")
+@click.option("--priority", type=click.Choice(["P0", "P1", "P2"]), help="P0 comes first.")
+@click.option("--timeout", type=click.FloatRange(0), help="Seconds that the whole answer may take.")
+@click.option("--no-stream", is_flag=True, help="Print the answer when it is complete.")
+@json_option
+def command(
+    prompt: str | None,
+    url: str,
+    stop: tuple[str, ...],
+    chat: bool,
+    system: str | None,
+    input_ids: str | None,
+    path: Path | None,
+    concurrency: int,
+    priority: str | None,
+    timeout: float | None,
+    no_stream: bool,
+    as_json: bool,
+    **options: Any,
+) -> None:
+    """Ask the server that `trtseek serve` runs, and print the answer as it comes.
+
+    PROMPT is text; `-` reads it from standard input. With --file, many prompts are asked at a time, and the answers
+    come in the order of the prompts. Token ids are answered with token ids.
+    """
+    given = {"PROMPT": prompt, "--input-ids": input_ids, "--file": path}
+    if sum(value is not None for value in given.values()) != 1:
+        raise click.UsageError("give one of PROMPT, --input-ids and --file")
+    if system is not None and not chat:
+        raise click.UsageError("--system goes with --chat")
+    from pipeline.triton.client import Query
+
+    common: dict[str, Any] = {
+        "options": {name: value for name, value in options.items() if value is not None},
+        "stop": stop,
+        "parameters": {"priority_class": priority} if priority else {},
+        "stream": not no_stream,
+    }
+
+    def ask_for(text: str) -> dict[str, Any]:
+        if not chat:
+            return {"text": text}
+        before = [{"role": "system", "content": system}] if system is not None else []
+        return {"messages": [*before, {"role": "user", "content": text}]}
+
+    if path is not None:
+        queries = [Query(**{**common, **entry}) for entry in _read_file(path, ask_for, common["options"])]
+        _ask_many(queries, url, concurrency, timeout, as_json)
+        return
+    if input_ids is not None:
+        query = Query(**common, input_ids=_parse_ids(input_ids))
+    else:
+        query = Query(**common, **ask_for(sys.stdin.read() if prompt == "-" else str(prompt)))
+    _ask_one(query, url, timeout, as_json)
+
+
+def _ask_one(query: Query, url: str, timeout: float | None, as_json: bool) -> None:
+    from pipeline.triton.client import Client
+
+    def show(text: str) -> None:
+        click.echo(text, nl=False)
+        sys.stdout.flush()
+
+    with Client(url) as client:
+        answer = client.ask(query, on_text=None if as_json else show, timeout=timeout)
+    if as_json:
+        print_json(_to_json(answer))
+    else:
+        click.echo("" if query.input_ids is None else ",".join(map(str, answer.output_ids)))
+
+
+def _ask_many(queries: Sequence[Query], url: str, concurrency: int, timeout: float | None, as_json: bool) -> None:
+    """Prints each answer once it and all before it are there; as JSON, one object a line."""
+    from pipeline.triton.client import ask_all
+
+    failed = None
+    for number, answer in enumerate(ask_all(queries, url=url, concurrency=concurrency, timeout=timeout)):
+        if isinstance(answer, Exception):
+            failed = failed or answer
+            document: Mapping[str, Any] = {"index": number, "error": str(answer)}
+        else:
+            document = {"index": number, **_to_json(answer)}
+        if as_json:
+            click.echo(json.dumps(document, ensure_ascii=False))
+        else:
+            click.echo(f"[{number}] {document.get('text') or document.get('output_ids') or document.get('error', '')}")
+    if failed is not None:
+        raise failed
+
+
+def _to_json(answer: Answer) -> dict[str, Any]:
+    return {
+        "text": answer.text,
+        "output_ids": answer.output_ids,
+        "num_input_tokens": answer.num_input_tokens,
+        "num_output_tokens": answer.num_output_tokens,
+        "time_to_first": answer.time_to_first,
+        "seconds": answer.seconds,
+    }
+
+
+def _read_file(path: Path, ask_for: Any, options: Mapping[str, Any]) -> Iterator[dict[str, Any]]:
+    """Fields of Query for each line. An object holds `prompt`, `messages` or `input_ids`, and may hold options."""
+    try:
+        lines = path.read_text(encoding="utf-8").splitlines()
+    except (OSError, UnicodeDecodeError) as error:
+        raise click.FileError(str(path), str(error)) from None
+    for number, line in enumerate(lines, 1):
+        if not line.strip():
+            continue
+        if path.suffix != ".jsonl":
+            yield ask_for(line)
+            continue
+        try:
+            entry = dict(json.loads(line))
+        except (ValueError, TypeError):
+            raise click.ClickException(f"{path}:{number}: is not a JSON object") from None
+        asked = {name: entry.pop(name) for name in ("messages", "input_ids") if name in entry}
+        text = entry.pop("prompt", entry.pop("text", None))
+        fields = {name: entry.pop(name) for name in ("stop", "parameters") if name in entry}
+        yield {**(ask_for(text) if text is not None else {}), **asked, **fields, "options": {**options, **entry}}
+
+
+def _parse_ids(text: str) -> list[int]:
+    try:
+        return [int(part) for part in text.split(",")]
+    except ValueError:
+        raise click.BadParameter(f"{text!r} is not a list of numbers", param_hint="--input-ids") from None

@@ -1,0 +1,121 @@
+"""trtseek serve CONFIG: a Triton server on what `engine` made."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import TYPE_CHECKING
+
+import click
+
+from pipeline.cli.options import config_argument, read_config
+
+if TYPE_CHECKING:
+    from collections.abc import Sequence
+
+    from pipeline.triton.supervisor import Supervisor
+
+MEGABYTE = 1 << 20
+
+
+@click.command(name="serve")
+@config_argument
+@click.option("--host", default="127.0.0.1", show_default=True, help="Address to listen on; 0.0.0.0 for all.")
+@click.option("--http-port", type=click.IntRange(0, 65535), default=8000, show_default=True)
+@click.option("--grpc-port", type=click.IntRange(0, 65535), default=8001, show_default=True)
+@click.option("--metrics-port", type=click.IntRange(0, 65535), default=8002, show_default=True)
+@click.option(
+    "--max-request-mb", type=click.IntRange(1), default=16, show_default=True, help="Largest request over HTTP."
+)
+@click.option(
+    "--grace", type=click.FloatRange(0), default=30.0, show_default=True, help="Seconds for requests at the end."
+)
+@click.option("--log", type=click.Path(path_type=Path), help="Triton's log; else serve.log beside the package.")
+@click.option("--tritonserver", type=click.Path(path_type=Path), help="The server to run; else the one on PATH.")
+@click.option("--check", is_flag=True, help="Load the package, send one request, and exit.")
+def command(
+    config_file: str,
+    overrides: tuple[str, ...],
+    host: str,
+    http_port: int,
+    grpc_port: int,
+    metrics_port: int,
+    max_request_mb: int,
+    grace: float,
+    log: Path | None,
+    tritonserver: Path | None,
+    check: bool,
+) -> None:
+    """Serve a package with Triton Inference Server until Ctrl-C or SIGTERM.
+
+    CONFIG is a config, whose package is made first if it is not there, or the folder of a package. It is ready once a
+    first request has been answered; then GET /v2/health/ready says 200 at the HTTP port. Models whose process dies are
+    loaded again. At the end, requests in flight are finished within --grace seconds.
+    """
+    from pipeline.triton.canary import check_package, find_package
+    from pipeline.triton.installation import find_installation
+    from pipeline.triton.server import Addresses, TritonServer
+    from pipeline.triton.supervisor import Patience, Supervisor
+
+    installation = find_installation(tritonserver)
+    package, default_log = _find(config_file, overrides)
+    repository, backends = find_package(package)
+    log = log or default_log
+    if check:
+        result = check_package(package, log=log, installation=installation)
+        click.echo(f"{package}: models loaded in {result.loaded:.1f} s, a request answered in {result.answered:.2f} s")
+        return
+
+    def make_server(addresses: Addresses) -> TritonServer:
+        return TritonServer(
+            installation, repository=repository, backends=[backends], log=log, addresses=addresses, grace=grace
+        )
+
+    supervisor = Supervisor(
+        make_server,
+        addresses=Addresses(host=host, http_host=host, http=http_port, grpc=grpc_port, metrics=metrics_port),
+        max_bytes=max_request_mb * MEGABYTE,
+        patience=Patience(grace=grace),
+        say=lambda text: click.echo(text, err=True),
+    )
+    click.echo(f"starting Triton on {package}; log: {log}", err=True)
+    _run(supervisor)
+
+
+def _find(config_file: str, overrides: Sequence[str]) -> tuple[Path, Path]:
+    """The package, made if need be, and where its server's log goes."""
+    from pipeline.triton.repository import REPOSITORY
+
+    folder = Path(config_file)
+    if (folder / REPOSITORY).is_dir():
+        return folder, Path("serve.log").resolve()
+    from pipeline.cli.source import check_source
+    from pipeline.progress import make_reporter
+    from pipeline.stages.executor import Executor
+    from pipeline.stages.graph import load_stages
+
+    config = read_config(config_file, overrides)
+    check_source(config)
+    made = Executor(config, load_stages(), make_reporter()).run()
+    return made["package"].path, (config.run_folder / "serve.log").resolve()
+
+
+def _run(supervisor: Supervisor) -> None:
+    import signal
+
+    def stop(*_: object) -> None:
+        if supervisor.stopping:
+            raise KeyboardInterrupt  # asked twice: at once
+        supervisor.stop()
+
+    try:
+        supervisor.start()
+        for number in (signal.SIGINT, signal.SIGTERM, signal.SIGHUP):
+            signal.signal(number, stop)
+        address, gate = supervisor.server.addresses, supervisor.gate
+        click.echo(
+            f"ready: gRPC {address.host}:{address.grpc}, HTTP {gate.host}:{gate.port}, metrics {address.metrics}"
+        )
+        supervisor.run()
+        click.echo("stopping", err=True)
+    finally:
+        supervisor.close()

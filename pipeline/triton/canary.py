@@ -1,0 +1,59 @@
+"""Whether a package serves: it is loaded in a server of its own, and one small request goes through everything."""
+
+from __future__ import annotations
+
+import time
+from dataclasses import dataclass
+from pathlib import Path
+
+from pipeline.errors import PackageError, TrtseekError
+from pipeline.triton.client import Client, Query
+from pipeline.triton.errors import ServerError
+from pipeline.triton.installation import Installation, find_installation
+from pipeline.triton.repository import BACKENDS, REPOSITORY
+from pipeline.triton.server import Addresses, TritonServer
+
+# The smallest request that goes through tokenizer, executor and network.
+CANARY = Query(text="a", options={"max_tokens": 1}, parameters={"priority_class": "P0"})
+LOAD_S, ANSWER_S = 600.0, 120.0
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Check:
+    """Seconds until all models were loaded, and until the canary was answered."""
+
+    loaded: float
+    answered: float
+
+
+def send_canary(addresses: Addresses, timeout: float = ANSWER_S) -> float:
+    """The seconds until the answer was there. Raises ServerError, ServingError."""
+    with Client(f"{TritonServer.reach(addresses.host)}:{addresses.grpc}") as client:
+        return client.ask(CANARY, timeout=timeout).seconds
+
+
+def find_package(folder: Path) -> tuple[Path, Path]:
+    """The model repository and the backends of a package. Raises PackageError where the folder is none."""
+    repository, backends = folder / REPOSITORY, folder / BACKENDS
+    for part in (repository, backends):
+        if not part.is_dir():
+            raise PackageError(f"{part} is missing: {folder} is no package", hint="`trtseek engine CONFIG` makes one")
+    return repository.resolve(), backends.resolve()
+
+
+def check_package(folder: Path, *, log: Path, installation: Installation | None = None) -> Check:
+    """Loads a package, sends one request, and ends the server. Raises ServerError with what went wrong."""
+    repository, backends = find_package(folder)
+    server = TritonServer(
+        installation or find_installation(), repository=repository, backends=[backends], log=log, grace=1.0
+    )
+    with server:
+        began = time.monotonic()
+        server.start(LOAD_S)
+        loaded = time.monotonic() - began
+        try:
+            return Check(loaded=loaded, answered=send_canary(server.addresses))
+        except TrtseekError as error:
+            raise ServerError(
+                f"the package is loaded, and a first request failed: {error.message}", hint=f"the server's log: {log}"
+            ) from error

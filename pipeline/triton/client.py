@@ -1,0 +1,236 @@
+"""Asks a server that serves the emitted repository, over gRPC through tritonclient, and streams the answer."""
+
+from __future__ import annotations
+
+import concurrent.futures
+import contextlib
+import json
+import queue
+import time
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from dataclasses import dataclass, field
+from typing import TYPE_CHECKING, Any
+
+from pipeline.runtime.errors import ServingError
+from pipeline.triton.errors import ServerError
+
+if TYPE_CHECKING:
+    import numpy as np
+    import numpy.typing as npt
+
+TEXT_MODEL, TOKEN_MODEL = "tensorrt_llm_bls", "tensorrt_llm"
+DEFAULT_URL = "localhost:8001"
+# Option of a query -> tensor of the text model, of the token model, their type.
+OPTIONS: dict[str, tuple[str, str, str]] = {
+    "max_tokens": ("max_tokens", "request_output_len", "INT32"),
+    "temperature": ("temperature", "temperature", "FP32"),
+    "top_k": ("top_k", "runtime_top_k", "INT32"),
+    "top_p": ("top_p", "runtime_top_p", "FP32"),
+    "seed": ("seed", "seed", "UINT64"),
+    "min_tokens": ("min_tokens", "min_tokens", "INT32"),
+    "repetition_penalty": ("repetition_penalty", "repetition_penalty", "FP32"),
+    "presence_penalty": ("presence_penalty", "presence_penalty", "FP32"),
+    "frequency_penalty": ("frequency_penalty", "frequency_penalty", "FP32"),
+    "end_id": ("end_id", "end_id", "INT32"),
+    "return_log_probs": ("return_log_probs", "return_log_probs", "BOOL"),
+}
+NUMPY = {"INT32": "int32", "UINT64": "uint64", "FP32": "float32", "BOOL": "bool"}
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Query:
+    """One of `text`, `messages` and `input_ids`; `options` by the names in OPTIONS; `stop`: strings, for text only.
+
+    stream: tokens come as they are made. parameters: of Triton's protocol (`priority_class`, `timeout_ms`, …).
+    """
+
+    text: str | None = None
+    messages: Sequence[Mapping[str, Any]] | None = None
+    input_ids: Sequence[int] | None = None
+    options: Mapping[str, Any] = field(default_factory=dict)
+    stop: Sequence[str] = ()
+    stream: bool = True
+    parameters: Mapping[str, str | int] = field(default_factory=dict)
+    request_id: str = ""
+
+    def __post_init__(self) -> None:
+        if sum(given is not None for given in (self.text, self.messages, self.input_ids)) != 1:
+            raise ServingError("a query has one of text, messages and input_ids")
+        if unknown := self.options.keys() - OPTIONS:
+            raise ServingError(f"unknown options {', '.join(sorted(unknown))}", hint=f"known: {', '.join(OPTIONS)}")
+        if self.stop and self.input_ids is not None:
+            raise ServingError("stop strings need text", hint="they are looked for in text, and input_ids give tokens")
+
+    @property
+    def model(self) -> str:
+        return TEXT_MODEL if self.input_ids is None else TOKEN_MODEL
+
+
+@dataclass(slots=True, kw_only=True)
+class Answer:
+    """What came back. Seconds count from when the query was sent; time_to_first: until the first text or token."""
+
+    text: str = ""
+    output_ids: list[int] = field(default_factory=list)
+    log_probs: list[float] = field(default_factory=list)
+    num_input_tokens: int | None = None
+    num_output_tokens: int | None = None
+    time_to_first: float | None = None
+    seconds: float = 0.0
+
+
+class Client:
+    """One gRPC connection, for one query at a time. A context manager."""
+
+    def __init__(self, url: str = DEFAULT_URL) -> None:
+        from tritonclient.grpc import InferenceServerClient
+
+        self.url = url
+        self._client: Any = InferenceServerClient(url)
+
+    def __enter__(self) -> Client:
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self.close()
+
+    def close(self) -> None:
+        self._client.close()
+
+    def ask(
+        self, query: Query, *, on_text: Callable[[str], object] | None = None, timeout: float | None = None
+    ) -> Answer:
+        """Sends a query and waits for its end; `on_text` sees the text as it comes. Interrupted (Ctrl-C, or what
+        `on_text` raises), it cancels the query on the server.
+
+        Raises ServerError where no server answers, ServingError for what the server answers instead.
+        """
+        answer, began = Answer(), time.monotonic()
+        for arrays in self._stream(query, began, timeout):
+            _merge(answer, arrays, began)
+            if on_text is not None and "text_output" in arrays:
+                on_text(arrays["text_output"].reshape(-1)[0].decode())
+        answer.seconds = time.monotonic() - began
+        return answer
+
+    def _stream(self, query: Query, began: float, timeout: float | None) -> Iterator[dict[str, npt.NDArray[Any]]]:
+        from tritonclient.utils import InferenceServerException
+
+        replies: queue.SimpleQueue[tuple[Any, Any]] = queue.SimpleQueue()
+        self._client.start_stream(lambda result, error: replies.put((result, error)))
+        finished = False
+        try:
+            with contextlib.suppress(InferenceServerException):  # a broken stream's reason is among the replies
+                self._client.async_stream_infer(
+                    query.model,
+                    build_inputs(query),
+                    request_id=query.request_id,
+                    enable_empty_final_response=True,
+                    parameters=dict(query.parameters) or None,
+                )
+            while not finished:
+                left = None if timeout is None else began + timeout - time.monotonic()
+                try:
+                    result, error = replies.get(timeout=left if left is None else max(0.0, left))
+                except queue.Empty:
+                    raise ServerError(f"{self.url} has not answered in full after {timeout:g} s") from None
+                if error is not None:
+                    raise _explain(error, self.url)
+                response = result.get_response()
+                finished = response.parameters["triton_final_response"].bool_param
+                if arrays := {output.name: result.as_numpy(output.name) for output in response.outputs}:
+                    yield arrays
+        finally:
+            # Cancelling a stream that is done costs nothing; one that is not must not go on generating.
+            self._client.stop_stream(cancel_requests=not finished)
+
+
+def build_inputs(query: Query) -> list[Any]:
+    """A query as tritonclient's inputs."""
+    import numpy as np
+
+    tensors: dict[str, tuple[Any, str]] = {}
+    for name, value in query.options.items():
+        text_name, token_name, kind = OPTIONS[name]
+        target = token_name if query.model == TOKEN_MODEL else text_name
+        tensors[target] = (np.array([[value]], NUMPY[kind]), kind)
+    if query.input_ids is not None:
+        tensors["input_ids"] = (np.array([list(query.input_ids)], np.int32), "INT32")
+        tensors["input_lengths"] = (np.array([[len(query.input_ids)]], np.int32), "INT32")
+    elif query.text is not None:
+        tensors["text_input"] = (_strings(query.text), "BYTES")
+    else:
+        tensors["messages"] = (_strings(json.dumps(list(query.messages or ()), ensure_ascii=False)), "BYTES")
+    if query.stop:
+        tensors["stop_words"] = (_strings(*query.stop), "BYTES")
+    flags = {
+        "streaming" if query.model == TOKEN_MODEL else "stream": query.stream,
+        "exclude_input_in_output": True,
+        "return_num_input_tokens": True,
+        "return_num_output_tokens": True,
+    }
+    tensors |= {name: (np.array([[value]]), "BOOL") for name, value in flags.items()}
+    return [_make_input(name, array, kind) for name, (array, kind) in tensors.items()]
+
+
+def _make_input(name: str, array: npt.NDArray[Any], kind: str) -> Any:
+    from tritonclient.grpc import InferInput
+
+    tensor = InferInput(name, list(array.shape), kind)
+    tensor.set_data_from_numpy(array)
+    return tensor
+
+
+def _strings(*texts: str) -> npt.NDArray[np.object_]:
+    import numpy as np
+
+    return np.array([[text.encode() for text in texts]], np.object_)
+
+
+def _merge(answer: Answer, arrays: Mapping[str, npt.NDArray[Any]], began: float) -> None:
+    if "text_output" in arrays:
+        answer.text += arrays["text_output"].reshape(-1)[0].decode()
+    if "output_ids" in arrays:
+        answer.output_ids += arrays["output_ids"].reshape(-1).tolist()
+    if "output_log_probs" in arrays:
+        answer.log_probs += arrays["output_log_probs"].reshape(-1).tolist()
+    for name in ("num_input_tokens", "num_output_tokens"):
+        if name in arrays:
+            setattr(answer, name, int(arrays[name].item()))
+    if answer.time_to_first is None and (answer.text or answer.output_ids):
+        answer.time_to_first = time.monotonic() - began
+
+
+def _explain(error: Any, url: str) -> Exception:
+    """A tritonclient error as one of ours: the server's absence apart from what it answered."""
+    status, message = str(error.status() or ""), str(error.message() or error)
+    with contextlib.suppress(AttributeError):
+        message = str(error.debug_details().details() or message)
+    if "UNAVAILABLE" in status and ("connect" in message.lower() or "socket" in message.lower()):
+        return ServerError(
+            f"no server answers at {url}: {message}", hint="start one with `trtseek serve CONFIG`, or give its --url"
+        )
+    return ServingError(message)
+
+
+def ask_all(
+    queries: Sequence[Query], *, url: str = DEFAULT_URL, concurrency: int = 4, timeout: float | None = None
+) -> Iterator[Answer | Exception]:
+    """Answers in the order of the queries, `concurrency` of them asked at a time, each on a connection of its own. What
+    a query fails with stands in the place of its answer."""
+
+    def ask(query: Query) -> Answer | Exception:
+        client = idle.get()
+        try:
+            return client.ask(query, timeout=timeout)
+        except (ServingError, ServerError) as error:
+            return error
+        finally:
+            idle.put(client)
+
+    idle: queue.SimpleQueue[Client] = queue.SimpleQueue()
+    with contextlib.ExitStack() as stack:
+        for _ in range(concurrency):
+            idle.put(stack.enter_context(Client(url)))
+        with concurrent.futures.ThreadPoolExecutor(concurrency) as pool:
+            yield from pool.map(ask, queries)

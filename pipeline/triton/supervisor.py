@@ -1,0 +1,214 @@
+"""Keeps a server serving: ready only once a request was answered, repaired when a model's process dies, drained at the
+end.
+
+Triton does not restart a Python model's process, and says that it is ready all the same. So its processes are watched,
+and from time to time a request is sent through everything: the canary.
+"""
+
+from __future__ import annotations
+
+import queue
+import re
+import threading
+import time
+from collections import deque
+from collections.abc import Callable
+from dataclasses import dataclass
+
+from pipeline.errors import TrtseekError
+from pipeline.progress import format_seconds
+from pipeline.triton.canary import ANSWER_S, LOAD_S, send_canary
+from pipeline.triton.errors import ServerError
+from pipeline.triton.gate import Gate
+from pipeline.triton.server import LOOPBACK, Addresses, TritonServer
+
+WATCH_S = 0.5
+_REQUESTS = re.compile(r"^nv_trt_llm_request_metrics\{([^}]*)\} (\S+)", re.MULTILINE)
+# More repairs than this within the hour: something is wrong that a repair does not cure.
+MAX_REPAIRS, REPAIR_WINDOW_S = 6, 3600.0
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Patience:
+    """Seconds. start: until all models are loaded. canary: for one small request. every: between two of them.
+    grace: for requests in flight at the end."""
+
+    start: float = LOAD_S
+    canary: float = ANSWER_S
+    every: float = 60.0
+    grace: float = 30.0
+
+
+class Supervisor:
+    """`make_server` gives a new server, not started, each time it is called; `say` is told what happens."""
+
+    def __init__(
+        self,
+        make_server: Callable[[Addresses], TritonServer],
+        *,
+        addresses: Addresses,
+        max_bytes: int,
+        patience: Patience,
+        say: Callable[[str], None],
+    ) -> None:
+        """`addresses`: what clients use. HTTP goes through the gate, Triton's own HTTP port is another one."""
+        self.patience, self._say = patience, say
+        self._make_server = make_server
+        inner = Addresses(host=addresses.host, http_host=LOOPBACK, grpc=addresses.grpc, metrics=addresses.metrics)
+        self.server = make_server(inner)
+        self.ready = False
+        self._stopping = threading.Event()
+        self._models: dict[int, str] = {}
+        self._repairs: deque[float] = deque()
+        self._canary = _Canary()
+        self.gate = Gate(
+            f"http://{LOOPBACK}:{self.server.addresses.http}",
+            host=addresses.http_host,
+            port=addresses.http,
+            max_bytes=max_bytes,
+            is_ready=lambda: self.ready,
+        )
+
+    def start(self) -> None:
+        """Returns once a request was answered. Raises ServerError."""
+        self.gate.start()
+        self._start_server()
+
+    def run(self) -> None:
+        """Watches until `stop`, and repairs. Raises ServerError when that does not help any more."""
+        while not self._stopping.wait(WATCH_S):
+            if problem := self._find_problem():
+                self.ready = False
+                self._repair(problem)
+
+    @property
+    def stopping(self) -> bool:
+        return self._stopping.is_set()
+
+    def stop(self) -> None:
+        """Makes `run` return. May be called from a signal handler."""
+        self._stopping.set()
+
+    def close(self) -> None:
+        """Refuses new requests, lets those in flight end, and ends the server."""
+        self.ready = False
+        self.gate.draining = True
+        began = time.monotonic()
+        while self._stopping.is_set() and self.server.running and self._busy():
+            left = self.patience.grace - (time.monotonic() - began)
+            if left <= 0:
+                self._say(f"requests are still in flight after {format_seconds(self.patience.grace)}: they are ended")
+                break
+            time.sleep(min(0.1, left))
+        self.server.grace = max(1.0, self.patience.grace - (time.monotonic() - began))
+        self.gate.close()
+        self.server.stop()
+
+    def _start_server(self) -> None:
+        began = time.monotonic()
+        self.server.start(self.patience.start)
+        loaded = time.monotonic() - began
+        try:
+            seconds = self._confirm()
+        except TrtseekError as error:
+            raise ServerError(
+                f"the models are loaded, and a first request failed: {error.message}",
+                hint=f"the log: {self.server.log}",
+            ) from error
+        self._say(f"models loaded in {format_seconds(loaded)}, a first request answered in {format_seconds(seconds)}")
+
+    def _find_problem(self) -> str | None:
+        if not self.server.running:
+            return "tritonserver has ended"
+        present = self.server.stubs
+        if gone := [model for pid, model in self._models.items() if pid not in present]:
+            return f"the process of {', '.join(gone)} has ended"
+        if error := self._canary.look(self.server.addresses, self.patience):
+            return f"a canary request failed: {error}"
+        return None
+
+    def _confirm(self) -> float:
+        """Ready, once a request is answered: the seconds that took."""
+        seconds = send_canary(self.server.addresses, self.patience.canary)
+        self._models, self._canary = self._list_models(), _Canary()
+        self.ready = True
+        return seconds
+
+    def _repair(self, problem: str) -> None:
+        """Loads the dead model again, or starts the server anew; after that a canary decides."""
+        now = time.monotonic()
+        self._repairs.append(now)
+        while self._repairs and self._repairs[0] < now - REPAIR_WINDOW_S:
+            self._repairs.popleft()
+        if len(self._repairs) > MAX_REPAIRS:
+            raise ServerError(
+                f"{problem}, after {MAX_REPAIRS} repairs within the hour\n{self.server.errors()}".rstrip(),
+                hint=f"the log: {self.server.log}",
+            )
+        self._say(problem)
+        if self.server.running:
+            present = self.server.stubs
+            dead = [model for pid, model in self._models.items() if pid not in present]
+            try:
+                self._reload(dead or ["tensorrt_llm"])
+                return
+            except TrtseekError as error:
+                self._say(f"loading it again did not help: {error.message}")
+        self.server.stop(grace=1.0)
+        self.server = self._make_server(self.server.addresses)
+        self._start_server()
+
+    def _reload(self, models: list[str]) -> None:
+        for model in models:
+            self.server.unload(model, deadline=self.patience.canary)
+        for model in models:
+            self.server.load(model, deadline=self.patience.start)
+        seconds = self._confirm()
+        self._say(f"{', '.join(models)} loaded again, a request answered in {format_seconds(seconds)}")
+
+    def _list_models(self) -> dict[int, str]:
+        """The models' processes, by process id: a stub's command line names its model's file."""
+        found = {}
+        for pid, command in self.server.stubs.items():
+            if match := re.search(r"/([^/ ]+)/\d+/model\.py", command):
+                found[pid] = match[1]
+        return found
+
+    def _busy(self) -> bool:
+        try:
+            text = self.server.metrics()
+        except ServerError:
+            return False
+        counts = {labels: float(value) for labels, value in _REQUESTS.findall(text)}
+        waiting = sum(count for labels, count in counts.items() if '"active"' in labels or '"waiting"' in labels)
+        return self.gate.in_flight > 0 or waiting > 0
+
+
+class _Canary:
+    """Canaries while the server serves, each in a thread: the end of serving does not wait for it."""
+
+    def __init__(self) -> None:
+        self._began = time.monotonic()
+        self._result: queue.SimpleQueue[str] = queue.SimpleQueue()
+        self._flying = False
+
+    def look(self, addresses: Addresses, patience: Patience) -> str | None:
+        """Sends one when it is time; what was wrong with the last one, if anything was."""
+        if self._flying:
+            try:
+                error = self._result.get_nowait()
+            except queue.Empty:
+                return None
+            self._flying, self._began = False, time.monotonic()
+            return error or None
+        if time.monotonic() - self._began > patience.every:
+            self._flying = True
+            threading.Thread(target=self._fly, args=(addresses, patience.canary), name="canary", daemon=True).start()
+        return None
+
+    def _fly(self, addresses: Addresses, timeout: float) -> None:
+        try:
+            send_canary(addresses, timeout)
+            self._result.put("")
+        except TrtseekError as error:
+            self._result.put(error.message)
