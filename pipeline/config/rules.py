@@ -9,6 +9,8 @@ from pipeline.config.case import STATIC_ROPES, Case
 from pipeline.config.gpus import supported_sms
 from pipeline.errors import CompatibilityError
 
+FIRST_AMPERE = 80
+
 
 @dataclass(frozen=True, slots=True)
 class Rule:
@@ -40,6 +42,22 @@ def _find_bf16(case: Case) -> str | None:
     if case.dtype != "bfloat16" or case.gpu.has("bf16"):
         return None
     return f"weights in bfloat16 need SM80 or later; the {case.gpu.name} is SM{case.gpu.sm}"
+
+
+def _find_turing(case: Case) -> str | None:
+    """TensorRT-RTX 1.7 says "HW-specific datatypes: int4" and "FP32 GEMM is not supported" for SM75."""
+    if case.gpu.sm >= FIRST_AMPERE or case.config.target.backend != "tensorrt_rtx":
+        return None
+    what = (
+        "INT4 weights"
+        if case.is_int4
+        else "float32 weights"
+        if case.dtype == "float32"
+        else "routed experts, whose router runs in float32,"
+        if case.architecture.experts
+        else None
+    )
+    return what and f"tensorrt_rtx builds {what} for SM80 and later; the {case.gpu.name} is SM{case.gpu.sm}"
 
 
 def _split(count: int, what: str, size: int, how: str) -> str | None:
@@ -173,6 +191,12 @@ RULES: tuple[Rule, ...] = (
         _find_fp8,
         "take a GPU of SM89 or later, or INT4 (method: awq or rtn), or set stages.convert.dtype: bfloat16, which "
         "multiplies a checkpoint's FP8 out",
+    ),
+    Rule(
+        "turing_has_less",
+        "target.gpu",
+        _find_turing,
+        "take a GPU of SM80 or later, or method: none and float16 for a model without routed experts",
     ),
     Rule("bf16_needs_sm80", "stages.convert.dtype", _find_bf16, "set stages.convert.dtype: float16"),
     Rule("tensor_divides_heads", "target.parallel.tensor", _find_unsplit_heads, "take a divisor of the head count"),

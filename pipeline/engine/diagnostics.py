@@ -27,6 +27,16 @@ KNOWN_ERRORS: tuple[tuple[str, tuple[str, ...], str], ...] = (
         ("QUANTIZE", "DEQUANTIZE"),
         "FP8 needs SM89 or later: choose another GPU, or stages.quantize.method: awq",
     ),
+    (
+        r"HW-specific datatypes: int4",
+        ("DEQUANTIZE",),
+        "INT4 needs SM80 or later: choose another GPU, or stages.quantize.method: none",
+    ),
+    (
+        r"FP32 GEMM is not supported",
+        ("MATRIX_MULTIPLY",),
+        "SM75 multiplies no float32 matrices, as routers do: choose a GPU of SM80 or later",
+    ),
     (r"output tensor must be a network output", ("KV_CACHE_UPDATE",), "mark the updated pool as a network output"),
     (
         r"must have a static sequence length dimension",

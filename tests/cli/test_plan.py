@@ -47,6 +47,27 @@ def test_largest_batch_of_each_length(workplace, toy_stages, invoke):
     assert 0 < smaller[0]["batch"] < largest["batch"]
 
 
+def test_several_gpus_share_the_model(workplace, toy_stages, invoke):
+    whole, half = (read(invoke, "--set", f"target.parallel.tensor={size}")["memory"] for size in (1, 2))
+    assert (whole["gpus"], half["gpus"]) == (1, 2)
+    assert half["parallel"] == {"tensor": 2, "pipeline": 1, "expert": 1}
+    assert whole["weights_bytes"] / 2 < half["weights_bytes"] < whole["weights_bytes"]
+    assert half["kv_bytes_per_token"] * 2 == whole["kv_bytes_per_token"]
+    assert half["fits"] and half["largest"][0]["batch"] > whole["largest"][0]["batch"]
+    text = invoke("plan", "small", "--set", "target.parallel.tensor=2").stdout
+    assert "memory of each of 2 RTX-4090 (tensor 2)" in text
+    assert "engines over several GPUs come later" in text
+
+
+def test_what_a_run_takes_of_this_host(workplace, toy_stages, invoke):
+    host = read(invoke)["host"]
+    assert [row["stage"] for row in host["stages"]] == ["convert", "quantize", "build"]
+    assert host["disk_bytes"] == sum(row["disk_bytes"] for row in host["stages"])
+    lines = [line.split() for line in invoke("plan", "small").stdout.splitlines()]
+    assert ["estimates", "for", "this", "host:"] in [line[:4] for line in lines]
+    assert any(line[:1] == ["quantize"] and line[3:] == ["-", "-"] for line in lines)  # AWQ was not measured at size
+
+
 def test_text(workplace, toy_stages, invoke):
     lines = [line.strip() for line in invoke("plan", "small").stdout.splitlines()]
     assert lines[0].startswith("small: ")

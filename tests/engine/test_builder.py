@@ -10,14 +10,20 @@ from pathlib import Path
 
 import pytest
 
+from pipeline.config.gpus import load_gpus
+from pipeline.engine.backends import find_backend
 from pipeline.engine.builder import _warn_about_memory, build_engine, estimate_build_bytes
 from pipeline.engine.description import load_description
 from pipeline.engine.engine_file import inspect_engine
 from pipeline.errors import BuildError, CheckpointError, StoreError
 from pipeline.network.spec import NetworkSpec
-from tests.engine.checkpoints import TINY_LLAMA, write_engine_checkpoint
+from tests.engine.checkpoints import TINY_LLAMA, TINY_V2, write_engine_checkpoint
 from tests.engine.conftest import LLAMA_INT4, Built, build
 from tests.engine.failing import SMALL, fail
+
+
+def _backends(sm: int) -> tuple[str, ...]:
+    return next(gpu.backends for gpu in load_gpus().values() if gpu.sm == sm)
 
 
 class Recorder:
@@ -48,16 +54,42 @@ def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return path
 
 
-@pytest.mark.parametrize("sm", [80, 86, 89, 120])
-def test_builds_for_every_target(folder: Path, sm: int) -> None:
+SMS = sorted({gpu.sm for gpu in load_gpus().values()})
+BUILT_HERE = [sm for sm in SMS if "tensorrt_rtx" in _backends(sm)]
+
+
+def test_every_gpu_of_the_table_has_a_backend() -> None:
+    """Those that TensorRT-RTX does not build for name TensorRT, on the GPU; so does the refusal."""
+    for gpu in load_gpus().values():
+        assert "tensorrt" in gpu.backends, gpu.name
+        if gpu.sm not in BUILT_HERE:
+            with pytest.raises(BuildError, match=f"does not build for SM{gpu.sm}") as caught:
+                find_backend("tensorrt_rtx").check_target(gpu.sm)
+            assert "backend: tensorrt on that GPU" in caught.value.hint
+    assert set(SMS) - set(BUILT_HERE) == {90, 100, 103}
+
+
+@pytest.mark.parametrize("sm", BUILT_HERE)
+def test_builds_for_every_target(folder: Path, sm: int, tmp_path: Path) -> None:
     progress = Recorder()
-    built = build(folder, TINY_LLAMA | {"num_hidden_layers": 1}, LLAMA_INT4, SMALL, sm=sm, progress=progress)
+    # Turing takes no INT4.
+    place, roles = (folder, LLAMA_INT4) if sm >= 80 else (tmp_path, ())
+    built = build(place, TINY_LLAMA | {"num_hidden_layers": 1}, roles, SMALL, sm=sm, progress=progress)
     engine = inspect_engine(built.path)
     assert engine.targets == (sm,) and engine.profiles[0].graph.targets == (f"sm{sm}",)
     assert progress.items == ["lay out the network", "compile", "write"]
     assert progress.done["compile"] == progress.totals["compile"] == 5 * len(SMALL.profiles())
     assert progress.done["write"] == built.path.stat().st_size
     assert sorted(path.name for path in built.path.parent.iterdir()) == ["engine.json", "model.engine"]
+
+
+def test_what_turing_lacks_is_explained(v2_engine: Built, folder: Path, tmp_path: Path) -> None:
+    with pytest.raises(BuildError, match="HW-specific datatypes: int4") as caught:
+        build(folder, TINY_LLAMA | {"num_hidden_layers": 1}, LLAMA_INT4, SMALL, sm=75)
+    assert "INT4 needs SM80" in caught.value.hint
+    with pytest.raises(BuildError, match=r"at layers\.1\.mlp\.router.*FP32 GEMM is not supported") as caught:
+        build(tmp_path, TINY_V2, (), SMALL, sm=75)
+    assert "a GPU of SM80 or later" in caught.value.hint
 
 
 def test_description_says_what_went_in_and_what_came_out(llama_engine: Built) -> None:
