@@ -14,20 +14,6 @@ if TYPE_CHECKING:
     from pipeline.checkpoint.architecture import Architecture
     from pipeline.checkpoint.tensors import TensorInfo
     from pipeline.config.schema import Config
-    from pipeline.engine.weights import Int4Rules
-
-# Methods whose weights are INT4.
-INT4_METHODS = ("awq", "rtn")
-
-
-def int4_rules(config: Config) -> Int4Rules | None:
-    """What becomes INT4, None where nothing does."""
-    from pipeline.engine.memory import Int4Rules
-
-    quantize = config.stages.quantize
-    if quantize.method not in INT4_METHODS:
-        return None
-    return Int4Rules(include=quantize.include, exclude=quantize.exclude, group_size=quantize.group_size)
 
 
 def describe_memory(config: Config, architecture: Architecture, tensors: Mapping[str, TensorInfo]) -> dict[str, Any]:
@@ -38,7 +24,7 @@ def describe_memory(config: Config, architecture: Architecture, tensors: Mapping
     from pipeline.engine.split import Split
 
     dtype = config.stages.convert.dtype or architecture.dtype
-    limits, moe, int4 = config.stages.build.limits(), config.stages.build.moe, int4_rules(config)
+    limits, moe, int4 = config.stages.build.limits(), config.stages.build.moe, config.stages.quantize.int4
     fp8 = Case(config=config, architecture=architecture, tensors=tensors).kept_fp8 is not None
     split = Split(**config.target.parallel.model_dump())
     plan = plan_memory(architecture, dtype=dtype, limits=limits, int4=int4, fp8=fp8, moe=moe, split=split)

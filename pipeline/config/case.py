@@ -2,12 +2,12 @@
 
 from __future__ import annotations
 
-import re
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Mapping
 from dataclasses import dataclass
-from fnmatch import translate
 from functools import cached_property
 from typing import TYPE_CHECKING
+
+from pipeline.quantization.selection import NEVER, compile_patterns, pick_group
 
 if TYPE_CHECKING:
     from pipeline.checkpoint.architecture import Architecture
@@ -16,17 +16,15 @@ if TYPE_CHECKING:
     from pipeline.config.gpus import GPU
     from pipeline.config.schema import Build, Config, Parallel, Quantize
 
-GROUP_SIZES = (128, 64, 32)  # what TensorRT's INT4 dequantization takes
 # Linears whose input is what tensor parallelism splits; the others are split by their output rows.
 ROW_PARALLEL = ("attention.dense", "mlp.proj", "shared_expert.proj")
-NEVER_QUANTIZED = ("router", "norm", "embedding", "head", "attention_latent", "mtp")
 FP8_TYPES = ("F8_E4M3", "F8_E5M2")
 # Kinds of RoPE whose long-context form is a fixed table. `dynamic` is not: its base grows with each sequence.
 STATIC_ROPES = ("default", "linear", "yarn", "llama3")
 
 
 @dataclass(frozen=True, kw_only=True)
-class Linear:
+class LinearKind:
     """A kind of weight matrix of the engine checkpoint: `count` of one role and shape, that differ in layer and expert.
 
     `name` is one of theirs, without `.weight`.
@@ -43,13 +41,8 @@ class Linear:
         return self.name.endswith(ROW_PARALLEL) or (self.role == "experts" and self.name.endswith(".proj"))
 
     def pick_group(self, wanted: int) -> int | None:
-        """The largest group size not above `wanted` that divides the input; None where none does.
-
-        Nor is there one for an odd number of outputs, since two outputs share a byte.
-        """
-        if self.out_features % 2:
-            return None
-        return next((size for size in GROUP_SIZES if size <= wanted and self.in_features % size == 0), None)
+        """The group size at most `wanted` that it gets; None where it stays 16-bit."""
+        return pick_group((self.out_features, self.in_features), wanted)
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -83,7 +76,7 @@ class Case:
 
     @property
     def is_int4(self) -> bool:
-        return self.quantize.method in ("awq", "rtn")
+        return self.quantize.int4 is not None
 
     @cached_property
     def kept_fp8(self) -> str | None:
@@ -119,22 +112,19 @@ class Case:
         return tuple(
             kind
             for kind in list_kinds(self.architecture)
-            if kind.first.role not in NEVER_QUANTIZED and len(kind.first.target_shape) == 2
+            if kind.first.role not in NEVER and len(kind.first.target_shape) == 2
         )
 
     @cached_property
-    def linears(self) -> tuple[Linear, ...]:
+    def linears(self) -> tuple[LinearKind, ...]:
         """The linears of `kinds`."""
         return tuple(_describe(kind, kind.first.target, kind.count) for kind in self.kinds)
 
     @cached_property
-    def chosen(self) -> tuple[Linear, ...]:
-        """The linears that include and exclude leave."""
-        included = [kind for kind in self.kinds if kind.first.role in self.quantize.include]
-        if not self.quantize.exclude:
-            return tuple(_describe(kind, kind.first.target, kind.count) for kind in included)
-        excludes = compile_patterns(self.quantize.exclude)
-        left = [(kind, [name for name in kind.names() if not excludes(name)]) for kind in included]
+    def chosen(self) -> tuple[LinearKind, ...]:
+        """The linears that include and exclude leave; none where nothing becomes INT4."""
+        rules = self.quantize.int4
+        left = [(kind, rules.list_chosen(kind)) for kind in self.kinds] if rules else []
         return tuple(_describe(kind, names[0], len(names)) for kind, names in left if names)
 
     def matches(self, pattern: str) -> bool:
@@ -143,15 +133,9 @@ class Case:
         return any(names(name) for kind in self.kinds for name in kind.names())
 
 
-def compile_patterns(patterns: Sequence[str]) -> Callable[[str], object]:
-    """Whether any shell pattern names a tensor `X.weight`, with or without `.weight`."""
-    expression = re.compile("|".join(map(translate, patterns)))
-    return lambda name: expression.match(name.removesuffix(".weight")) or expression.match(name)
-
-
-def _describe(kind: Kind, name: str, count: int) -> Linear:
+def _describe(kind: Kind, name: str, count: int) -> LinearKind:
     rows, columns = kind.first.target_shape
-    return Linear(
+    return LinearKind(
         name=name.removesuffix(".weight"),
         role=kind.first.role,
         out_features=rows,

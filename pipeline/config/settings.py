@@ -7,12 +7,11 @@ from typing import TYPE_CHECKING, Annotated, Literal
 
 from pydantic import BaseModel, ConfigDict, Field
 
+from pipeline.quantization.selection import METHODS, GroupSize, Int4Rules, Role
+
 if TYPE_CHECKING:
     from pipeline.engine.limits import BuildLimits
 
-# Which linears `stages.quantize.include` may name. The norms, the router, the embedding, the head and MLA's latent
-# projections are not among them: few bytes, or much harm.
-Role = Literal["experts", "shared_experts", "mlp", "attention_output", "attention_input"]
 Dtype = Literal["float16", "bfloat16", "float32"]
 Positive = Annotated[int, Field(ge=1, le=2**31 - 1)]
 Ratio = Annotated[float, Field(gt=0)]
@@ -52,7 +51,7 @@ class Quantize(Section):
         description="awq: activation-aware scale search (arXiv 2306.00978); rtn: round to nearest; none: stay 16-bit; "
         "fp8: known, so that it is refused with a reason, but not part of this version.",
     )
-    group_size: Literal[128, 64, 32] = Field(
+    group_size: GroupSize = Field(
         default=128,
         description="Weights per scale; a linear that it does not divide takes the next smaller one, reported.",
     )
@@ -72,6 +71,18 @@ class Quantize(Section):
     clip: bool = Field(
         default=True, description="awq: also search a clipping range for each group, as AWQ's authors do."
     )
+
+    @property
+    def int4(self) -> Int4Rules | None:
+        """What becomes INT4; None where nothing does."""
+        if self.method not in METHODS:
+            return None
+        return Int4Rules(include=self.include, exclude=self.exclude, group_size=self.group_size)
+
+    @property
+    def measures(self) -> bool:
+        """Whether the method looks at activations, and so at calibration text."""
+        return METHODS.get(self.method, False)
 
 
 class HeldOut(Section):

@@ -13,10 +13,11 @@ from typing import TYPE_CHECKING
 from pipeline.engine.kernels import DTYPE_BYTES, plan_workspace
 from pipeline.engine.limits import BuildLimits, Profile, Rectangle
 from pipeline.engine.split import WHOLE, Split
-from pipeline.engine.weights import Int4Rules, estimate_weights
+from pipeline.engine.weights import estimate_weights
 from pipeline.engine.workspace import Workspace
 from pipeline.network.inputs import network_inputs, network_outputs
 from pipeline.network.spec import NetworkSpec
+from pipeline.quantization.selection import Int4Rules
 
 if TYPE_CHECKING:
     from pipeline.checkpoint.architecture import Architecture

@@ -16,7 +16,6 @@ from pipeline.errors import QuantizationError
 if TYPE_CHECKING:
     from torch import Tensor
 
-GROUP_SIZES = (128, 64, 32)  # those that TensorRT's INT4 dequantization fuses into a GEMM
 LOWEST, HIGHEST = -8, 7
 TILE_ELEMENTS = 1 << 18  # 1 MiB of float32: large enough to hide torch's cost per call, small enough for a core's L2
 
@@ -29,11 +28,6 @@ class Rows(Protocol):
     @property
     def dtype(self) -> torch.dtype: ...
     def __getitem__(self, rows: slice, /) -> Tensor: ...
-
-
-def pick_group(in_features: int, wanted: int) -> int | None:
-    """The largest group size not above `wanted` that divides `in_features`; None where none does."""
-    return next((size for size in GROUP_SIZES if size <= wanted and in_features % size == 0), None)
 
 
 def quantize(

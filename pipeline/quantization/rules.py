@@ -3,22 +3,16 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
-from fnmatch import fnmatchcase
 from typing import TYPE_CHECKING
 
 from pipeline.errors import CompatibilityError
-from pipeline.quantization.int4 import GROUP_SIZES, pick_group
+from pipeline.quantization.selection import GROUP_SIZES, NEVER, QUANTIZABLE, compile_patterns, pick_group
 
 if TYPE_CHECKING:
     from collections.abc import Iterable, Mapping, Sequence
 
     from pipeline.checkpoint.layouts import Mapping as TensorMapping
     from pipeline.checkpoint.tensors import TensorInfo
-
-QUANTIZABLE = ("experts", "shared_experts", "mlp", "attention_output", "attention_input")
-# Few bytes, or much harm: an error in the router sends tokens elsewhere, one in the latent is seen by every head.
-# Layers for multi-token prediction ("mtp") are no part of the network.
-NEVER = ("router", "norm", "embedding", "head", "attention_latent", "mtp")
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -67,25 +61,26 @@ def choose_linears(
             )
     linears: dict[str, Linear] = {}
     kept: dict[str, str] = {}
+    excludes = {pattern: compile_patterns([pattern]) for pattern in exclude}
     idle = set(exclude)
     for mapping in mappings:
         info = tensors.get(mapping.target)
         if info is None or len(info.shape) != 2 or not mapping.target.endswith(".weight"):
             continue
         name = mapping.target.removesuffix(".weight")
-        matches = [pattern for pattern in exclude if fnmatchcase(name, pattern) or fnmatchcase(info.name, pattern)]
+        matches = [pattern for pattern, names in excludes.items() if names(info.name)]
         idle.difference_update(matches)
         rows, columns = info.shape
-        group = pick_group(columns, group_size)
+        group = pick_group(info.shape, group_size)
         if mapping.role not in include:
             kept[name] = f"role {mapping.role} {'is never quantized' if mapping.role in NEVER else 'is not included'}"
         elif matches:
             kept[name] = f"excluded by {matches[0]}"
+        elif rows % 2:
+            kept[name] = f"its {rows} output features do not pack in pairs"
         elif group is None:
             sizes = ", ".join(str(size) for size in GROUP_SIZES if size <= group_size)
             kept[name] = f"no group of {sizes} divides its {columns} input features"
-        elif rows % 2:
-            kept[name] = f"its {rows} output features do not pack in pairs"
         elif mapping.layer is None:
             kept[name] = "belongs to no decoder layer"
         else:

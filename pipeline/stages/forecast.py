@@ -14,7 +14,8 @@ from pipeline.checkpoint.layouts import layout_for, list_kinds
 from pipeline.checkpoint.layouts.scales import count_blocks
 from pipeline.engine.description import STRIPPED
 from pipeline.engine.kernels import DTYPE_BYTES
-from pipeline.engine.weights import Int4Rules, estimate_weights
+from pipeline.engine.weights import estimate_weights
+from pipeline.quantization.selection import Int4Rules
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Mapping

@@ -10,8 +10,9 @@ import torch
 from pipeline.checkpoint.layouts import layout_for
 from pipeline.errors import QuantizationError
 from pipeline.quantization.folding import Adjustments, realise
-from pipeline.quantization.rules import QUANTIZABLE, choose_linears
+from pipeline.quantization.rules import choose_linears
 from pipeline.quantization.scale_groups import ResolvedFold, ScaleGroup, scale_groups
+from pipeline.quantization.selection import QUANTIZABLE
 from tests import fixtures
 from tests.quantization.support import MemorySource, Model
 

@@ -106,14 +106,6 @@ def test_non_finite_is_refused_by_name(bad: float) -> None:
         int4.quantize_packed(weight, 32, name="layers.0.x")
 
 
-@pytest.mark.parametrize(
-    ("in_features", "wanted", "group"),
-    [(256, 128, 128), (576, 128, 64), (96, 128, 32), (256, 64, 64), (256, 32, 32), (100, 128, None), (192, 128, 64)],
-)
-def test_pick_group(in_features: int, wanted: int, group: int | None) -> None:
-    assert int4.pick_group(in_features, wanted) == group
-
-
 def test_shapes_that_cannot_be_packed() -> None:
     with pytest.raises(QuantizationError, match="3 output features"):
         int4.quantize_packed(torch.zeros(3, 32), 32)

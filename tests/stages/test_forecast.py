@@ -11,8 +11,9 @@ from pipeline.checkpoint.convert import convert_checkpoint
 from pipeline.checkpoint.folder import CheckpointFolder
 from pipeline.cli.host import describe_host
 from pipeline.config.schema import Config
-from pipeline.engine.weights import Int4Rules, estimate_weights
+from pipeline.engine.weights import estimate_weights
 from pipeline.quantization.quantize import quantize_checkpoint
+from pipeline.quantization.selection import Int4Rules
 from pipeline.workspace import FolderWorkspace
 from tests import fixtures
 
