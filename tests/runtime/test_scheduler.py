@@ -113,6 +113,14 @@ def test_max_utilization_starts_both_and_pauses_the_later() -> None:
     assert len(first.tokens) == len(later.tokens) == 25
 
 
+def test_max_utilization_leaves_what_runs_its_next_block() -> None:
+    bench = Bench(num_blocks=5, policy=Policy.MAX_UTILIZATION)
+    bench.add(8, answer=9)
+    bench.step()
+    bench.add(8, answer=1)  # 2 blocks are free, of which the first needs one at once
+    assert bench.step().started == []
+
+
 def test_what_a_paused_sequence_leaves_in_the_cache_is_not_computed_again() -> None:
     bench = Bench(num_blocks=21, policy=Policy.GUARANTEED_NO_EVICT, max_batch_size=1)
     low = bench.add(12, answer=8, priority=2)
