@@ -148,7 +148,7 @@ def _find_long_sequences(case: Case) -> str | None:
 
 def _find_long_text(case: Case) -> str | None:
     q, heldout = case.quantize, case.config.stages.verify.heldout
-    pieces = {"calibration.length": q.calibration.length if q.method == "awq" else 0, "heldout.window": heldout.window}
+    pieces = {"calibration.length": q.calibration.length if q.measures else 0, "heldout.window": heldout.window}
     return next(
         (
             f"{key} {n} is more than the model's context of {case.context_limit}"

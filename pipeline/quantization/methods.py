@@ -13,6 +13,7 @@ from pipeline.checkpoint.tensors import RawTensor, TensorInfo
 from pipeline.errors import CompatibilityError
 from pipeline.quantization import awq, int4, rtn
 from pipeline.quantization.problem import Choice, Problem
+from pipeline.quantization.selection import METHODS as MEASURES
 
 if TYPE_CHECKING:
     import torch
@@ -35,7 +36,7 @@ class Format:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Method:
-    """`measures`: whether `choose` looks at activations, so that text has to go through the model."""
+    """`measures`: whether `choose` looks at activations, as the table of methods in `selection` says."""
 
     measures: bool
     choose: Callable[[Problem], Choice]
@@ -60,8 +61,8 @@ def _pack_int4(linear: Linear, weight: int4.Rows, limits: Tensor | None, scale_d
 W4A16_AWQ = Format(quant_algo="W4A16_AWQ", describe=_describe_int4, pack=_pack_int4)
 
 METHODS: dict[str, Method] = {
-    "rtn": Method(measures=False, choose=rtn.choose, format=W4A16_AWQ),
-    "awq": Method(measures=True, choose=awq.choose, format=W4A16_AWQ),
+    "rtn": Method(measures=MEASURES["rtn"], choose=rtn.choose, format=W4A16_AWQ),
+    "awq": Method(measures=MEASURES["awq"], choose=awq.choose, format=W4A16_AWQ),
 }
 
 

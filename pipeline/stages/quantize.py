@@ -12,13 +12,10 @@ if TYPE_CHECKING:
 
     from pipeline.config.schema import Config
 
-# Methods that look at activations, and so at text.
-CALIBRATED = ("awq",)
-
 
 def _sources(config: Config) -> Mapping[str, Sequence[Path]]:
     settings = config.stages.quantize
-    return {"calibration": settings.calibration.files} if settings.method in CALIBRATED else {}
+    return {"calibration": settings.calibration.files} if settings.measures else {}
 
 
 def _parameters(config: Config) -> Mapping[str, Any]:
@@ -26,7 +23,7 @@ def _parameters(config: Config) -> Mapping[str, Any]:
     calibration files the content counts (they are sources), not the path."""
     parameters = config.stages.quantize.model_dump(mode="json")
     calibration = parameters.pop("calibration")
-    if config.stages.quantize.method in CALIBRATED:
+    if config.stages.quantize.measures:
         parameters["calibration"] = {key: value for key, value in calibration.items() if key != "files"}
     return parameters
 

@@ -32,7 +32,7 @@ def test_patterns_are_the_shell_s_with_and_without_the_suffix(patterns: tuple[st
 
 
 def test_every_method_has_its_row_in_both_tables() -> None:
-    assert {name: method.measures for name, method in methods.METHODS.items()} == selection.METHODS
+    assert methods.METHODS.keys() == selection.METHODS.keys()
 
 
 def test_asking_imports_neither_torch_nor_pydantic() -> None:
