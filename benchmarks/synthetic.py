@@ -1,0 +1,157 @@
+"""Checkpoints of the hub's largest models without their weights, and random ones of any size.
+
+*Sparse*: true names, shapes, types and files; the data are holes, which read as zeros and take no disk. For what reads
+headers (`plan`, `validate`), and for builds without weights, which read every byte once and keep none.
+*Random*: a routed model cut down in layers to so many gigabytes of bfloat16, for what moves bytes.
+"""
+
+from __future__ import annotations
+
+import json
+import shutil
+from collections.abc import Iterator, Sequence
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+
+from pipeline.checkpoint.architecture import parse_architecture
+from pipeline.checkpoint.layouts import layout_for
+from pipeline.checkpoint.safetensors_file import write_safetensors
+from pipeline.checkpoint.safetensors_header import make_header
+from pipeline.checkpoint.shards import METADATA, plan_shards, write_index
+from pipeline.checkpoint.tensors import RawTensor, TensorInfo
+from pipeline.engine.memory import Int4Rules
+from tests import fixtures, sparse
+
+YARN = {
+    "beta_fast": 32,
+    "beta_slow": 1,
+    "factor": 40,
+    "mscale": 0.707,
+    "mscale_all_dim": 0.707,
+    "original_max_position_embeddings": 4096,
+    "type": "yarn",
+}
+# config.json of huggingface.co/deepseek-ai/DeepSeek-V2-Lite, DeepSeek-V2 and DeepSeek-V3, as far as they describe the
+# network.
+V2_LITE: dict[str, Any] = {
+    **fixtures.V2_CONFIG,
+    **fixtures.V2_LITE_SHAPES,
+    "hidden_size": 2048,
+    "max_position_embeddings": 163840,
+    "moe_intermediate_size": 1408,
+    "num_hidden_layers": 27,
+    "rope_scaling": YARN,
+    "vocab_size": 102400,
+}
+V3: dict[str, Any] = {
+    **fixtures.V3_CONFIG,
+    "first_k_dense_replace": 3,
+    "hidden_size": 7168,
+    "intermediate_size": 18432,
+    "kv_lora_rank": 512,
+    "max_position_embeddings": 163840,
+    "moe_intermediate_size": 2048,
+    "n_group": 8,
+    "n_routed_experts": 256,
+    "num_attention_heads": 128,
+    "num_experts_per_tok": 8,
+    "num_hidden_layers": 61,
+    "num_key_value_heads": 128,
+    "q_lora_rank": 1536,
+    "qk_nope_head_dim": 128,
+    "qk_rope_head_dim": 64,
+    "quantization_config": fixtures.FP8_CONFIG,
+    "rope_scaling": {**YARN, "mscale": 1.0, "mscale_all_dim": 1.0},
+    "topk_group": 4,
+    "v_head_dim": 128,
+    "vocab_size": 129280,
+}
+MODELS: dict[str, tuple[dict[str, Any], int]] = {  # config, files on the hub
+    "v2-lite": (V2_LITE, 4),
+    "v2-236b": (sparse.V2_236B, sparse.V2_SHARDS),
+    "v3": (V3, 163),
+}
+BLOCK = 128  # of FP8 scales
+SPARSE_SHARD = 16_000_000_000  # bytes; the header of more of V3 would be larger than any reader takes
+# The defaults of stages.quantize.
+RULES = Int4Rules(include=("experts", "shared_experts", "mlp", "attention_output"))
+
+
+def sparse_hub(path: Path, model: str) -> Path:
+    """The model as the hub has it: V3 in FP8 with scales by block."""
+    shutil.rmtree(path, ignore_errors=True)
+    config, files = MODELS[model]
+    is_v3 = config["architectures"] == fixtures.V3_CONFIG["architectures"]
+    shapes = fixtures._v3_shapes(config) if is_v3 else fixtures._v2_shapes(config)
+    tensors: sparse.Header = {}
+    for name, shape in shapes.items():
+        if is_v3 and len(shape) == 2 and not any(part in name for part in fixtures.NOT_FP8):
+            tensors[name] = ("F8_E4M3", shape)
+            tensors[f"{name}_scale_inv"] = ("F32", tuple(-(-size // BLOCK) for size in shape))
+        else:
+            tensors[name] = ("F32" if name.endswith("e_score_correction_bias") else "BF16", shape)
+    return sparse.write_sparse(path, config, tensors, files)
+
+
+def sparse_int4(path: Path, config: dict[str, Any]) -> Path:
+    """The quantized engine checkpoint that the default rules make of a model, in float16."""
+    shutil.rmtree(path, ignore_errors=True)
+    path.mkdir(parents=True)
+    config = {key: value for key, value in config.items() if key != "quantization_config"} | {"torch_dtype": "float16"}
+    (path / "config.json").write_text(json.dumps(config, indent=2) + "\n")
+    infos: list[TensorInfo] = []
+    for mapping in layout_for(parse_architecture(config)).mappings():
+        group = RULES.pick_group(mapping.role, mapping.target_shape)
+        if mapping.optional or mapping.role == "mtp":
+            continue
+        if group:
+            (rows, columns), base = mapping.target_shape, mapping.target.removesuffix(".weight")
+            infos.append(TensorInfo(f"{base}.weight", "I8", (rows // 2, columns)))
+            infos.append(TensorInfo(f"{base}.weights_scaling_factor", "F32", (rows, columns // group)))
+        else:
+            infos.append(TensorInfo(mapping.target, "F16" if mapping.cast else "F32", mapping.target_shape))
+    shards = plan_shards(infos, SPARSE_SHARD)
+    for shard in shards:
+        with open(path / shard.name, "wb") as file:
+            file.write(make_header(shard.infos, METADATA))
+            file.truncate(file.tell() + shard.nbytes)
+    write_index(path, shards)
+    return path
+
+
+def random_moe(path: Path, gigabytes: float) -> int:
+    """A DeepSeek-V2 of V2-Lite's layers, as many as fill so many gigabytes (10^9) of bfloat16; its bytes of weights."""
+    shutil.rmtree(path, ignore_errors=True)
+    path.mkdir(parents=True)
+    config = {**V2_LITE, "vocab_size": 32000}
+    outside, dense, routed = _count_layers(config)
+    config["num_hidden_layers"] = 1 + max(1, round((gigabytes * 1e9 - outside - dense) / routed))
+    infos = [TensorInfo(name, "BF16", shape) for name, shape in fixtures._v2_shapes(config).items()]
+    shards = plan_shards(infos)
+    for shard in shards:
+        write_safetensors(path / shard.name, shard.infos, _draw(shard.infos), metadata=METADATA)
+    write_index(path, shards)
+    (path / "config.json").write_text(json.dumps(config, indent=2) + "\n")
+    fixtures.write_tokenizer(path)
+    return sum(info.nbytes for info in infos)
+
+
+def _count_layers(config: dict[str, Any]) -> tuple[int, int, int]:
+    """Bytes of what surrounds the layers, of the dense first, of a routed one."""
+    sizes = [
+        sum(TensorInfo(n, "BF16", s).nbytes for n, s in fixtures._v2_shapes(config | {"num_hidden_layers": k}).items())
+        for k in (0, 1, 2)
+    ]
+    return sizes[0], sizes[1] - sizes[0], sizes[2] - sizes[1]
+
+
+def _draw(infos: Sequence[TensorInfo]) -> Iterator[RawTensor]:
+    """Normal numbers of a weight's size; tensors start at different places of one long row of them."""
+    noise = (np.random.default_rng(0).standard_normal(1 << 22) * 0.02).astype(np.float32)
+    half = (noise.view(np.uint32) >> 16).astype(np.uint16)
+    for index, info in enumerate(infos):
+        yield RawTensor(
+            info.dtype, info.shape, np.resize(np.roll(half, -7919 * index), info.nbytes // 2).view(np.uint8)
+        )
