@@ -7,6 +7,7 @@ a file changed twice within the clock's resolution looks unchanged. So a file yo
 
 from __future__ import annotations
 
+import contextlib
 import json
 import os
 import time
@@ -42,7 +43,12 @@ class DigestCache:
         return self._entries().get(identity)
 
     def remember(self, identity: Identity, digest: str) -> None:
+        """Where the file cannot be written, the digest is known to this process only: it saves time, nothing else."""
         self._entries()[identity] = digest
+        with contextlib.suppress(OSError):
+            self._append(identity, digest)
+
+    def _append(self, identity: Identity, digest: str) -> None:
         line = json.dumps([*identity, digest, _checksum(identity, digest)]) + "\n"
         self.path.parent.mkdir(parents=True, exist_ok=True)
         descriptor = os.open(self.path, os.O_WRONLY | os.O_APPEND | os.O_CREAT, 0o644)

@@ -191,12 +191,23 @@ def _compare_rows(one: list[Row], other: list[Row], key: str, values: tuple[str,
 
 
 def _compare_verifications(a: Path, b: Path, _: Progress) -> Document:
-    one, other = (json.loads((path / REPORT).read_bytes()) for path in (a, b))
+    one, other = _read_report(a), _read_report(b)
     digests = [{"name": "network_digest", "a": one["network_digest"], "b": other["network_digest"]}]
     return {
         "figures": digests if one["network_digest"] != other["network_digest"] else [],
         "gates": _compare_rows(one["gates"], other["gates"], "name", ("value", "bound", "passed")),
     }
+
+
+def _read_report(path: Path) -> Document:
+    file, hint = path / REPORT, "run `trtseek engine` again with --force verify"
+    try:
+        report = json.loads(file.read_bytes())
+        return {"network_digest": report["network_digest"], "gates": [dict(gate) for gate in report["gates"]]}
+    except OSError as error:
+        raise StoreError(f"{file}: {error.strerror}", hint=hint) from None
+    except (ValueError, KeyError, TypeError) as error:
+        raise StoreError(f"{file} is damaged: {error}", hint=hint) from None
 
 
 def _compare_files(a: Path, b: Path) -> Document:

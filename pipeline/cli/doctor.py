@@ -26,7 +26,7 @@ def command(context: click.Context, output: Path, as_json: bool) -> None:
     if as_json:
         print_json({"findings": [asdict(finding) for finding in findings]})
     else:
-        rows = []
+        rows: list[tuple[str, ...]] = []
         for finding in findings:
             rows.append((finding.verdict, finding.subject, finding.found))
             rows += [("", "", finding.advice)] if finding.advice else []

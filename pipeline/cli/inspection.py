@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 from collections import Counter
 from typing import TYPE_CHECKING, Any
 
@@ -75,6 +74,7 @@ def _describe_checkpoint(path: Path) -> Document:
         sizes[info.dtype] += info.nbytes
     counts = Counter(info.dtype for info in folder.tensors.values())
     ours = folder.config.get("trtseek")
+    ours = ours if isinstance(ours, dict) else None
     return {
         "kind": "engine checkpoint" if ours else "Hugging Face checkpoint",
         "path": str(path),
@@ -108,13 +108,14 @@ def _describe_quantization(quantization: Document | None) -> Document | None:
 
 
 def _describe_engine(path: Path) -> Document:
+    from pipeline.engine.description import DESCRIPTION, load_description
     from pipeline.engine.engine_file import inspect_engine
 
     file = path if path.is_file() else min(path.glob("*.engine"))
     engine = inspect_engine(file)
-    beside = file.with_name("engine.json")
-    built = json.loads(beside.read_bytes()) if beside.is_file() else {}
-    names = [profile["name"] for profile in built.get("profiles", ())]
+    beside = file.with_name(DESCRIPTION)
+    built = load_description(beside) if beside.is_file() else None
+    names = [profile.name for profile in built.profiles] if built else []
     return {
         "kind": "TensorRT-RTX engine",
         "path": str(file),
@@ -122,7 +123,7 @@ def _describe_engine(path: Path) -> Document:
         "version": engine.version,
         "targets": [f"SM{sm}" for sm in engine.targets],
         "weights_bytes": engine.weights_bytes,
-        "network_digest": built.get("network_digest"),
+        "network_digest": built.network_digest if built else None,
         "profiles": [
             {
                 "profile": names[index] if index < len(names) else str(index),

@@ -5,6 +5,7 @@ Nothing heavy is imported at start, here or in the verbs' modules: `--help` must
 
 from __future__ import annotations
 
+import errno
 import importlib
 import os
 import signal
@@ -32,6 +33,9 @@ VERBS = (
 
 # Beside those of pipeline.errors: what a shell reports for a signal, and sysexits' EX_SOFTWARE.
 INTERRUPTED, TERMINATED, PIPE_CLOSED, BUG = 130, 143, 141, 70
+
+# What the operating system says of a path that a user gave, which no verb foresaw.
+REFUSALS = (errno.EACCES, errno.EPERM, errno.ENAMETOOLONG, errno.ELOOP, errno.EROFS, errno.ENOTDIR, errno.EISDIR)
 
 
 class _Verbs(click.Group):
@@ -66,7 +70,13 @@ def cli() -> None:
 def main(arguments: Sequence[str] | None = None) -> NoReturn:
     """Runs the command line and leaves with its exit code."""
     signal.signal(signal.SIGTERM, _terminate)
-    sys.exit(_run(list(arguments) if arguments is not None else None))
+    try:
+        code = _run(list(arguments) if arguments is not None else None)
+    except KeyboardInterrupt:  # a second Ctrl-C, while the first was being dealt with
+        code = INTERRUPTED
+    # What is left is Python's own end, which waits for threads: another Ctrl-C cuts it short, without a traceback.
+    signal.signal(signal.SIGINT, signal.SIG_DFL)
+    sys.exit(code)
 
 
 def _run(arguments: list[str] | None) -> int:
@@ -82,12 +92,20 @@ def _run(arguments: list[str] | None) -> int:
     except click.ClickException as error:
         error.show()
         return error.exit_code
+    except OSError as error:
+        if not isinstance(error.filename, str | bytes) or error.errno not in REFUSALS:
+            return _report_bug()
+        path = os.fsdecode(error.filename)
+        show_error(TrtseekError(f"{path}: {error.strerror}", hint="check the path, and who may read and write it"))
+        return TrtseekError.exit_code
     except Exception:
-        traceback.print_exc()
-        click.secho(
-            "\nThis is a bug in trtseek. Please report it, with the lines above.", fg="red", bold=True, err=True
-        )
-        return BUG
+        return _report_bug()
+
+
+def _report_bug() -> int:
+    traceback.print_exc()
+    click.secho("\nThis is a bug in trtseek. Please report it, with the lines above.", fg="red", bold=True, err=True)
+    return BUG
 
 
 def show_error(error: TrtseekError) -> None:
@@ -97,7 +115,10 @@ def show_error(error: TrtseekError) -> None:
     for line in rest:
         click.secho(f"       {line}", fg="red", err=True)
     if error.hint:
-        click.echo(click.style(" hint: ", bold=True) + error.hint, err=True)
+        first, *rest = error.hint.splitlines()
+        click.echo(click.style(" hint: ", bold=True) + first, err=True)
+        for line in rest:
+            click.echo(f"       {line}", err=True)
 
 
 def _terminate(_: int, __: FrameType | None) -> NoReturn:

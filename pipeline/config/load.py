@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import difflib
 import json
 from collections.abc import Sequence
 from pathlib import Path
@@ -42,15 +43,31 @@ def load_config(path: str | Path, overrides: Sequence[str] = ()) -> Config:
 def find_config(path: str | Path) -> Path:
     """The file that `path` means: itself, or a file of that name in `configs/`, with or without `.yaml`."""
     path = Path(path)
+    names = (path, path.with_name(path.name + ".yaml")) if path.name else (path,)  # no name: "", "/"
     for folder in (Path(), FOLDER):
-        for name in (path, path.with_name(path.name + ".yaml")):
+        for name in names:
             if (folder / name).is_file():
                 return folder / name
+    raise ConfigError(_explain_absence(path), hint=_list_configs(path.name))
+
+
+def _explain_absence(path: Path) -> str:
+    if not path.name:
+        return "no config is named"
+    if path.is_dir():
+        return f"{path} is a folder, where a config file is wanted"
+    return f"{path}: there is no such file, here or in {FOLDER}/"
+
+
+def _list_configs(wanted: str) -> str:
+    """The configs there are, one to a line, after the one whose name is nearest."""
     known = sorted(file.name for file in FOLDER.glob("*.yaml"))
-    raise ConfigError(
-        f"{path}: there is no such file, here or in {FOLDER}/",
-        hint=f"{FOLDER}/ holds {', '.join(known)}" if known else f"{Path.cwd()} has no {FOLDER}/*.yaml",
-    )
+    if not known:
+        return f"{Path.cwd()} has no {FOLDER}/*.yaml: give the file's path, or go to the folder that holds {FOLDER}/"
+    stem = wanted.removesuffix(".yml").removesuffix(".yaml")
+    near = difflib.get_close_matches(stem, [name.removesuffix(".yaml") for name in known], n=1)
+    question = f"did you mean {near[0]}.yaml? " if near else ""
+    return "\n".join([f"{question}{FOLDER}/ holds", *known])
 
 
 class _Composer:

@@ -9,7 +9,7 @@ from pathlib import Path
 from typing import Any
 
 from pipeline.engine.limits import BuildLimits
-from pipeline.errors import BuildError
+from pipeline.errors import BuildError, CompatibilityError
 from pipeline.network.spec import NetworkSpec
 
 FORMAT = 1
@@ -108,7 +108,7 @@ def load_description(path: Path) -> EngineDescription:
         raise BuildError(f"{path}: not an engine description of format {FORMAT}", hint=hint)
     try:
         return _from_json(values)
-    except (KeyError, TypeError) as error:
+    except (KeyError, TypeError, ValueError, AttributeError, CompatibilityError) as error:
         raise BuildError(f"{path}: does not describe an engine: {error}", hint=hint) from None
 
 

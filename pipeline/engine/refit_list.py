@@ -58,7 +58,7 @@ def load_refit_list(path: Path) -> RefitList:
     try:
         constants = tuple(map(_read_constant, values["constants"]))
         return RefitList(network_digest=str(values["network_digest"]), constants=constants)
-    except (KeyError, TypeError, ValueError) as error:
+    except (KeyError, TypeError, ValueError, AttributeError) as error:
         raise BuildError(f"{path}: does not list an engine's constants: {error}", hint=hint) from None
 
 

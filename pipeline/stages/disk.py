@@ -25,6 +25,8 @@ _REFUSED = {
     errno.ENOTDIR: "is a file where a folder should be",
     errno.EEXIST: "is a file where a folder should be",
     errno.EISDIR: "is a folder where a file should be",
+    errno.ENAMETOOLONG: "is a name too long for the disk",
+    errno.ELOOP: "is a link that leads back to itself",
 }
 
 
@@ -56,12 +58,16 @@ def _explain(error: BaseException, path: Path, needed: int, only_under: Path | N
         if "No space left on device" in str(cause):  # as Rust and C++ libraries pass it on
             return _full(_FULL[errno.ENOSPC], path, needed)
         cause = cause.__cause__ or cause.__context__
-    if isinstance(error, OSError) and error.errno in _REFUSED:
+    if isinstance(error, OSError):
         named = Path(error.filename) if isinstance(error.filename, str | Path) else path
+        # Of a file, ENOENT is a fault of the program; of the folder to write in, the file system takes no folders.
+        refused = {**_REFUSED, errno.ENOENT: "cannot be made there"} if named in (path, *path.parents) else _REFUSED
+        if error.errno not in refused:
+            return None
         if only_under is not None and not (named.is_relative_to(only_under) or only_under.is_relative_to(named)):
             return None
         return StoreError(
-            f"{_culprit(named)} {_REFUSED[error.errno]}",
+            f"{_culprit(named)} {refused[error.errno]}",
             hint="set `output:` to a folder that can be written to, or mend this one and run again",
         )
     return None

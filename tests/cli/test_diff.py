@@ -111,3 +111,12 @@ def test_nothing_to_compare(tmp_path, invoke, llama_path, runs):
     marker.write_bytes(marker.read_bytes()[:50])
     with pytest.raises(StoreError, match=r"artifact\.json cannot be read"):
         invoke("diff", *map(str, runs))
+
+
+@pytest.mark.parametrize("text", ['{"a', "[]", '{"gates": []}', '{"gates": ["x"], "network_digest": "d"}'])
+def test_damaged_report(invoke, tmp_path, text):
+    for name in ("a", "b"):
+        (tmp_path / name).mkdir()
+        (tmp_path / name / "verify.json").write_text(text)
+    with pytest.raises(StoreError, match=r"a/verify.json is damaged"):
+        invoke("diff", str(tmp_path / "a"), str(tmp_path / "b"))

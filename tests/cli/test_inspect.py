@@ -4,6 +4,7 @@ from pathlib import Path
 import pytest
 
 from pipeline.cli.inspection import InspectionError
+from pipeline.errors import BuildError
 
 REPOSITORY = Path(__file__).parents[2] / "model_repo"
 
@@ -51,3 +52,11 @@ def test_nothing_known(invoke, tmp_path):
         invoke("inspect", str(tmp_path))
     with pytest.raises(InspectionError, match="no such file"):
         invoke("inspect", str(tmp_path / "x"))
+
+
+def test_damaged_description_beside_an_engine(invoke, tmp_path, monkeypatch):
+    monkeypatch.setattr("pipeline.engine.engine_file.inspect_engine", lambda file: None)
+    (tmp_path / "model.engine").write_bytes(b"vtrt")
+    (tmp_path / "engine.json").write_text('{"a')
+    with pytest.raises(BuildError, match=r"engine.json: not JSON"):
+        invoke("inspect", str(tmp_path))

@@ -2,6 +2,7 @@ import os
 import signal
 import subprocess
 import sys
+import time
 
 import pytest
 
@@ -82,6 +83,58 @@ def test_bug_keeps_its_traceback_and_asks_for_a_report(raising, capsys):
     assert "Traceback" in err
     assert "RuntimeError: surprise" in err
     assert "Please report it" in err
+
+
+@pytest.mark.parametrize(
+    "arguments",
+    [
+        ["validate", ""],
+        ["validate", "/"],
+        ["explain", "", "build"],
+        ["validate", "a" * 5000],
+        ["inspect", "a" * 5000],
+        ["plan", "small", "--set", "model.path=" + "a" * 5000],
+        ["engine", "small", "--set", "output=/proc/x"],
+        ["status", "small", "--set", "output=/proc/x", "--digests"],
+        ["engine", "small", "--set", "store=/proc/x"],
+        ["engine", "small", "--set", "output=configs/small.yaml"],
+        ["engine", "small", "--set", "output=" + "a" * 5000],
+    ],
+)
+def test_no_path_is_a_bug(workplace, toy_stages, capsys, arguments):
+    code = main._run(arguments)
+    err = capsys.readouterr().err
+    assert code != 70 and "Traceback" not in err
+    assert code == 0 or "error: " in err
+
+
+def test_read_only_verbs_need_no_place_to_write_digests(workplace, toy_stages):
+    assert main._run(["plan", "small", "--set", "output=/proc/x"]) == 0
+    assert main._run(["status", "small", "--set", "output=/proc/x"]) == 0
+
+
+def test_interrupts_leave_no_traceback(tmp_path):
+    """Threads of a library that outlive the command, as torch's do, are waited for by Python: ^C ends that too."""
+    script = (
+        "import threading, time, pipeline.cli.main as main, pipeline.config.json_schema as s\n"
+        "def wait():\n"
+        "    threading.Thread(target=time.sleep, args=(60,)).start()\n"
+        "    print('ready', flush=True); time.sleep(60)\n"
+        "s.render_schema = wait\n"
+        "main.main(['schema'])\n"
+    )
+    with subprocess.Popen(
+        [sys.executable, "-c", script], stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True
+    ) as child:
+        assert child.stdout.readline() == "ready\n"
+        child.send_signal(signal.SIGINT)
+        assert child.stderr.readline() == "\n"  # after the ^C that a terminal shows
+        assert child.stderr.readline().startswith("interrupted")
+        while child.poll() is None:
+            child.send_signal(signal.SIGINT)
+            time.sleep(0.05)
+        assert child.stderr.read() == ""
+    assert child.returncode == -signal.SIGINT
 
 
 def test_interrupt(raising, capsys):

@@ -47,7 +47,19 @@ def test_a_missing_file_lists_configs(folder):
     folder("configs/b.yaml", MINIMAL)
     error = refuse("c.yaml")
     assert "c.yaml" in error.message
-    assert error.hint == "configs/ holds a.yaml, b.yaml"
+    assert error.hint == "configs/ holds\na.yaml\nb.yaml"
+
+
+def test_a_missing_file_has_a_nearest_name(folder, tmp_path):
+    folder("configs/a100-int4.yaml", MINIMAL)
+    folder("configs/base.yaml", MINIMAL)
+    for wrong in ("a100-int.yaml", "a100-int", "configs/a100_int4.yaml"):
+        assert refuse(wrong).hint.splitlines()[0] == "did you mean a100-int4.yaml? configs/ holds"
+    assert refuse("").message == "no config is named"
+    assert refuse("configs").message == "configs is a folder, where a config file is wanted"
+    (tmp_path / "configs" / "a100-int4.yaml").unlink()
+    (tmp_path / "configs" / "base.yaml").unlink()
+    assert str(tmp_path) in refuse("a100").hint
 
 
 def test_extends_merges_maps_and_replaces_lists(folder):

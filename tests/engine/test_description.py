@@ -27,6 +27,8 @@ def test_workspace_is_the_largest_profiles(llama_engine: Built) -> None:
         ("{", "not JSON"),
         ("[]", "not an engine description"),
         ('{"format": 99}', "not an engine description of format 1"),
+        ('{"a', "not JSON"),
+        ('{"format": 1, "spec": [], "limits": 3}', "does not describe an engine"),
         ('{"format": 1}', "does not describe an engine"),
     ],
 )
