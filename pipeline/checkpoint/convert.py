@@ -12,17 +12,15 @@ import shutil
 from collections import Counter
 from collections.abc import Iterator, Sequence
 from collections.abc import Mapping as AbstractMapping
-from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from pipeline.checkpoint.block_scales import check_config, iterate_kept, iterate_tiles
 from pipeline.checkpoint.casting import FLOATS, Caster, Losses
 from pipeline.checkpoint.conversion_report import REPORT, ConversionReport, ShardLosses
-from pipeline.checkpoint.folder import CONFIG, GENERATION_CONFIG, CheckpointFolder
-from pipeline.checkpoint.json_text import remove_key, set_keys
+from pipeline.checkpoint.engine_config import OWN_KEY, write_converted
+from pipeline.checkpoint.folder import CONFIG, CheckpointFolder
 from pipeline.checkpoint.layouts import Mapping, layout_for
 from pipeline.checkpoint.layouts.scales import BLOCK, FP8, source_scale
-from pipeline.checkpoint.layouts.scales import CONFIG_KEY as FP8_KEY
 from pipeline.checkpoint.layouts.scales import ROLE as SCALES
 from pipeline.checkpoint.safetensors_file import SafetensorsWriter
 from pipeline.checkpoint.shards import MAX_SHARD, METADATA, Shard, plan_shards, write_index
@@ -34,7 +32,6 @@ from pipeline.workspace import Workspace
 if TYPE_CHECKING:
     import numpy.typing as npt
 
-FORMAT = 1  # of the engine checkpoint; readers refuse others
 LOSSES = "losses"  # folder of per-shard results in the workspace, gone when the conversion is whole
 
 
@@ -85,7 +82,12 @@ def convert_checkpoint(
         unused=unused,
         shards=[shard.name for shard in shards],
     )
-    _write_rest(source, workspace, shards, report, fp8=fp8, keeps_fp8=keeps_fp8)
+    folder = workspace.path
+    config = write_converted(source, folder, report.dtype, is_cast=bool(report.casts), has_fp8=fp8, keeps_fp8=keeps_fp8)
+    written = [write_index(folder, shards), config, *source.copy_companions(folder)]
+    report.write(folder / REPORT)
+    workspace.finish(REPORT, [*written, folder / REPORT])
+    shutil.rmtree(folder / LOSSES)
     return report
 
 
@@ -186,7 +188,7 @@ def _check_settings(source: CheckpointFolder, dtype: str | None, overflow: str) 
         raise ConfigError(f"convert: dtype {dtype!r} is not one of {', '.join(DTYPES[name][1] for name in FLOATS)}")
     if overflow not in ("refuse", "clip"):
         raise ConfigError(f"convert: overflow {overflow!r} is neither refuse nor clip")
-    if "trtseek" in source.config:
+    if OWN_KEY in source.config:
         raise CheckpointError(f"{source.path} is an engine checkpoint already", hint="model.path must name a HF folder")
     check_config(source.config, str(source.path / CONFIG))
 
@@ -222,40 +224,3 @@ def _pick_dtype(source: CheckpointFolder, mappings: Sequence[Mapping]) -> str:
             hint="take the model's 16-bit weights",
         )
     return name
-
-
-def _write_rest(
-    source: CheckpointFolder,
-    workspace: Workspace,
-    shards: Sequence[Shard],
-    report: ConversionReport,
-    *,
-    fp8: bool,
-    keeps_fp8: bool,
-) -> None:
-    """Index, config, tokenizer and report, in one last step. `fp8`: whether the source has FP8 blocks."""
-    folder = workspace.path
-    config = _write_config(source, folder, report.dtype, fp8=fp8, keeps_fp8=keeps_fp8)
-    written = [write_index(folder, shards), config]
-    for file in [source.path / GENERATION_CONFIG, *source.tokenizer_files]:
-        if file.is_file():
-            shutil.copyfile(file, folder / file.name)
-            written.append(folder / file.name)
-    report.write(folder / REPORT)
-    workspace.finish(REPORT, [*written, folder / REPORT])
-    shutil.rmtree(folder / LOSSES)
-
-
-def _write_config(source: CheckpointFolder, folder: Path, dtype: str, *, fp8: bool, keeps_fp8: bool) -> Path:
-    """The source's own text with the type and our key set. `torch_dtype` is the hub's key, `dtype` transformers 5's.
-    What it says of FP8 goes where the FP8 went."""
-    present = [key for key in ("torch_dtype", "dtype") if key in source.config] or ["torch_dtype"]
-    own: dict[str, Any] = {"format": FORMAT, "dtype": dtype, "quantization": None}
-    if keeps_fp8:
-        own[FP8_KEY] = [BLOCK, BLOCK]
-    changes: dict[str, Any] = dict.fromkeys(present, dtype) | {"trtseek": own}
-    text = (source.path / CONFIG).read_text(encoding="utf-8")
-    if fp8 and not keeps_fp8 and "quantization_config" in source.config:
-        text = remove_key(text, "quantization_config")
-    (folder / CONFIG).write_text(set_keys(text, changes), encoding="utf-8")
-    return folder / CONFIG

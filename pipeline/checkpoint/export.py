@@ -15,8 +15,8 @@ from uuid import uuid4
 
 from pipeline.checkpoint.architecture import Architecture
 from pipeline.checkpoint.block_scales import is_block_scaled, read_weight
-from pipeline.checkpoint.folder import CONFIG, GENERATION_CONFIG, CheckpointFolder
-from pipeline.checkpoint.json_text import remove_key
+from pipeline.checkpoint.engine_config import read_own_key, write_exported
+from pipeline.checkpoint.folder import CheckpointFolder
 from pipeline.checkpoint.layouts import Mapping, layout_for
 from pipeline.checkpoint.layouts.scales import scale_mapping
 from pipeline.checkpoint.safetensors_file import write_safetensors
@@ -50,12 +50,7 @@ def export_checkpoint(engine: CheckpointFolder, output: Path) -> None:
 
     `output` must not exist; it appears whole or not at all. Raises CheckpointError.
     """
-    own = engine.config.get("trtseek")
-    if not isinstance(own, dict) or own.get("quantization") is not None:
-        what = "is quantized" if isinstance(own, dict) else "is not an engine checkpoint"
-        raise CheckpointError(
-            f"{engine.path} {what}", hint="export the folder that the convert stage wrote, before quantization"
-        )
+    read_own_key(engine, hint="export the folder that the convert stage wrote, before quantization")
     if output.exists():
         raise CheckpointError(f"{output} exists already", hint="name a folder that does not exist yet")
     mappings = list(_list_stored(engine))
@@ -86,11 +81,8 @@ def _write_folder(engine: CheckpointFolder, mappings: list[Mapping], infos: list
         tensors = (next(parts) for _ in shard.infos)
         write_safetensors(folder / shard.name, shard.infos, tensors, metadata=METADATA)
     write_index(folder, shards)
-    text = (engine.path / CONFIG).read_text(encoding="utf-8")
-    (folder / CONFIG).write_text(remove_key(text, "trtseek"), encoding="utf-8")
-    for file in [engine.path / GENERATION_CONFIG, *engine.tokenizer_files]:
-        if file.is_file():
-            shutil.copyfile(file, folder / file.name)
+    write_exported(engine, folder)
+    engine.copy_companions(folder)
 
 
 def _iterate_parts(engine: CheckpointFolder, mappings: Sequence[Mapping]) -> Iterator[RawTensor]:

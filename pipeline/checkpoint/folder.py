@@ -7,6 +7,7 @@ ignored, pickles are refused.
 from __future__ import annotations
 
 import gc
+import shutil
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
 from pathlib import Path, PurePath
@@ -85,6 +86,11 @@ class CheckpointFolder:
     @property
     def tokenizer_files(self) -> list[Path]:
         return [self.path / name for name in TOKENIZER_FILES if (self.path / name).is_file()]
+
+    def copy_companions(self, folder: Path) -> list[Path]:
+        """Copies what goes with any form of the weights, generation config and tokenizer; returns the copies."""
+        companions = [path for path in (self.path / GENERATION_CONFIG, *self.tokenizer_files) if path.is_file()]
+        return [Path(shutil.copyfile(path, folder / path.name)) for path in companions]
 
     def read(self, name: str) -> RawTensor:
         """A view of the mapped file. Raises CheckpointError for a name that no shard has."""

@@ -16,22 +16,20 @@ from typing import TYPE_CHECKING, Any
 
 import torch
 
-from pipeline.checkpoint.folder import CONFIG, GENERATION_CONFIG
-from pipeline.checkpoint.json_text import set_keys
+from pipeline.checkpoint.engine_config import read_own_key, write_quantized
 from pipeline.checkpoint.layouts import layout_for
 from pipeline.checkpoint.layouts.rows import MTP_PREFIX
-from pipeline.checkpoint.layouts.scales import CONFIG_KEY as FP8_KEY
 from pipeline.checkpoint.layouts.scales import FP8
 from pipeline.checkpoint.shards import Shard, write_index
 from pipeline.checkpoint.tensors import TensorInfo
-from pipeline.errors import CheckpointError, CompatibilityError
+from pipeline.errors import CompatibilityError
 from pipeline.progress import SILENT, Progress
 from pipeline.quantization import calibration
 from pipeline.quantization.calibration import Calibration
 from pipeline.quantization.folding import PREQUANT, Adjustments
 from pipeline.quantization.layer import UNROUTED, LayerPlan, plan_layer
 from pipeline.quantization.methods import find_method
-from pipeline.quantization.report import QuantizationReport
+from pipeline.quantization.report import REPORT, QuantizationReport
 from pipeline.quantization.rules import choose_linears
 from pipeline.quantization.scale_groups import scale_groups
 from pipeline.quantization.shard import model_dtype, write_shard
@@ -47,7 +45,6 @@ if TYPE_CHECKING:
     from pipeline.quantization.settings import QuantizeSettings
     from pipeline.workspace import Workspace
 
-REPORT = "quantization.json"
 PARTS = "parts"  # report and tensor list of each finished shard, until the whole is written
 
 
@@ -73,7 +70,7 @@ def quantize_checkpoint(
             run.finish()
     for folder in (PARTS, calibration.FOLDER):
         shutil.rmtree(workspace.path / folder, ignore_errors=True)
-    return QuantizationReport.from_json(json.loads((workspace.path / REPORT).read_text()))
+    return QuantizationReport.read(workspace.path / REPORT)
 
 
 class _Run:
@@ -81,14 +78,13 @@ class _Run:
         self, source: CheckpointFolder, workspace: Workspace, settings: QuantizeSettings, progress: Progress
     ) -> None:
         self.source, self.workspace, self.settings, self.progress = source, workspace, settings, progress
-        self.own = _read_own_key(source)
         if settings.unrouted_experts not in UNROUTED:
             raise CompatibilityError(
                 f"stages.quantize.unrouted_experts: {settings.unrouted_experts} is no policy",
                 hint=f"policies: {', '.join(UNROUTED)}",
             )
         self.method = find_method(settings.method)
-        self.dtype = model_dtype(self.own["dtype"])
+        self.dtype = model_dtype(read_own_key(source, hint="quantize starts from what convert wrote")["dtype"])
         self.selection = choose_linears(
             layout_for(source.architecture).mappings(),
             source.tensors,
@@ -187,13 +183,10 @@ class _Run:
         written = [
             self._write_config([info for shard in shards for info in shard.infos]),
             write_index(self.workspace.path, shards),
-            _write_json(self.workspace.path / REPORT, report.to_json()),
+            *self.source.copy_companions(self.workspace.path),
         ]
-        for file in [*self.source.tokenizer_files, self.source.path / GENERATION_CONFIG]:
-            if file.is_file():
-                written.append(self.workspace.path / file.name)
-                shutil.copyfile(file, written[-1])
-        self.workspace.finish("report", written)
+        report.write(self.workspace.path / REPORT)
+        self.workspace.finish("report", [*written, self.workspace.path / REPORT])
 
     def _write(self, step: str, index: int, names: list[str], plan: LayerPlan) -> None:
         count = self.source.architecture.num_layers + len(self.copied)
@@ -208,7 +201,8 @@ class _Run:
             "linears": {name: plan.rows[name] for name in self.selection.linears if name in plan.rows},
             "experts": plan.experts,
         }
-        self.workspace.finish(step, [path, _write_json(self._part(step), part)])
+        self._part(step).write_text(json.dumps(part), encoding="utf-8")
+        self.workspace.finish(step, [path, self._part(step)])
 
     def _part(self, step: str) -> Path:
         return self.workspace.path / PARTS / f"{step}.json"
@@ -233,8 +227,6 @@ class _Run:
         return {"files": [f.name for f in c.files], "samples": c.samples, "length": c.length, "seed": c.seed}
 
     def _write_config(self, infos: Sequence[TensorInfo]) -> Path:
-        """The source's config.json with our key filled in, and not a character more."""
-        own = {key: value for key, value in self.own.items() if key != FP8_KEY or any(i.dtype == FP8 for i in infos)}
         quantization = {
             "quant_algo": self.method.format.quant_algo,
             "method": self.settings.method,
@@ -243,23 +235,8 @@ class _Run:
             "pre_quant_scale": any(info.name.endswith(PREQUANT) for info in infos),
             "quantized": {name: linear.group for name, linear in self.selection.linears.items()},
         }
-        text = (self.source.path / CONFIG).read_text(encoding="utf-8")
-        path = self.workspace.path / CONFIG
-        path.write_text(set_keys(text, {"trtseek": {**own, "quantization": quantization}}), encoding="utf-8")
-        return path
-
-
-def _read_shard(part: dict[str, Any]) -> Shard:
-    infos = tuple(TensorInfo(name, dtype, tuple(shape)) for name, dtype, shape in part["infos"])
-    return Shard(name=part["file"], infos=infos)
-
-
-def _read_own_key(source: CheckpointFolder) -> dict[str, Any]:
-    own = source.config.get("trtseek")
-    if not isinstance(own, dict) or own.get("quantization") is not None:
-        state = "is quantized already" if isinstance(own, dict) else "is not an engine checkpoint"
-        raise CheckpointError(f"{source.path} {state}", hint="quantize starts from what convert wrote")
-    return own
+        has_fp8 = any(info.dtype == FP8 for info in infos)
+        return write_quantized(self.source, self.workspace.path, quantization, has_fp8=has_fp8)
 
 
 @contextmanager
@@ -271,8 +248,3 @@ def _bounded_threads() -> Iterator[None]:
         yield
     finally:
         torch.set_num_threads(before)
-
-
-def _write_json(path: Path, value: Any) -> Path:
-    path.write_text(json.dumps(value, indent=2, ensure_ascii=False) + "\n", encoding="utf-8")
-    return path

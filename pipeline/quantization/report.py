@@ -2,8 +2,12 @@
 
 from __future__ import annotations
 
+import json
 from dataclasses import dataclass
+from pathlib import Path
 from typing import Any
+
+REPORT = "quantization.json"
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -48,6 +52,11 @@ class QuantizationReport:
             "unquantized": self.unquantized,
         }
 
+    def write(self, path: Path) -> None:
+        path.write_text(json.dumps(self.to_json(), indent=2, ensure_ascii=False) + "\n", encoding="utf-8")
+
     @staticmethod
-    def from_json(value: dict[str, Any]) -> QuantizationReport:
-        return QuantizationReport(**{key: item for key, item in value.items() if key != "ratio"})
+    def read(path: Path) -> QuantizationReport:
+        """What `write` wrote."""
+        values = json.loads(path.read_text(encoding="utf-8"))
+        return QuantizationReport(**{key: value for key, value in values.items() if key != "ratio"})

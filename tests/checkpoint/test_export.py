@@ -61,6 +61,20 @@ def test_fixtures_come_back_bit_for_bit(write: Any, options: dict[str, Any], tmp
     assert sorted(p.name for p in tmp_path.iterdir()) == ["back", "engine", "engine.journal", "hf"]
 
 
+@pytest.mark.parametrize("stated", [{}, {"torch_dtype": None}, {"torch_dtype": "float32"}, {"dtype": "float16"}])
+def test_config_comes_back_whatever_it_said_of_the_type(stated: dict[str, Any], tmp_path: Path) -> None:
+    source = fixtures.llama(tmp_path / "hf", num_hidden_layers=1)
+    config = json.loads((source / "config.json").read_text())
+    del config["torch_dtype"]
+    (source / "config.json").write_text(json.dumps(config | stated, indent=2) + "\n")
+    engine = convert(source, tmp_path / "engine")
+    assert engine.architecture.dtype == "bfloat16"
+    export_checkpoint(engine, tmp_path / "back")
+    assert_same_folder(source, tmp_path / "back")
+    export_checkpoint(convert(source, tmp_path / "wide", "float32"), tmp_path / "wide-back")
+    assert CheckpointFolder.open(tmp_path / "wide-back").architecture.dtype == "float32"
+
+
 @pytest.mark.parametrize("source", SHIPPED, ids=lambda p: p.name)
 def test_shipped_checkpoints_come_back_bit_for_bit(source: Path, tmp_path: Path) -> None:
     export_checkpoint(convert(source, tmp_path / "engine"), tmp_path / "back")
