@@ -11,7 +11,7 @@ from __future__ import annotations
 from typing import TYPE_CHECKING
 
 from pipeline.interpreter.graph import Graph, rewrite
-from pipeline.interpreter.rules import attention, linear, pointwise, rotary
+from pipeline.interpreter.rules import attention, experts, linear, pointwise, rotary
 
 if TYPE_CHECKING:
     from pipeline.interpreter.graph import Rule
@@ -28,6 +28,7 @@ RULES: tuple[Rule, ...] = (
     pointwise.fuse_norm,
     pointwise.fuse_gate,
     linear.prepare_linear,
+    experts.skip_experts,
 )
 # What rounds elsewhere than the network declares, or not at all.
 FAST_RULES: tuple[Rule, ...] = (

@@ -17,6 +17,7 @@ from dataclasses import dataclass
 from pipeline.interpreter.operations import (
     arithmetic,
     attention,
+    experts,
     fused,
     linear,
     movement,
@@ -70,6 +71,7 @@ OPERATIONS: dict[str, Operation] = {
     "linears_int4": Operation(linear.compile_linears_int4, absorbs=tuple(range(1, 13))),
     "rotate_heads": Operation(rotation.compile_rotate_heads),
     "page_rows": Operation(fused.compile_page_rows),
+    "chosen_experts": Operation(experts.compile_chosen_experts, absorbs=(*experts.STACKS, *range(8, 14))),
     "gate": Operation(fused.compile_gate),
     "rms_norm": Operation(fused.compile_rms_norm),
     "rotary_rows": Operation(rotation.compile_rotary_rows),

@@ -1,0 +1,120 @@
+"""Routed experts, each on the rows that chose it. E experts, T packed rows, H and I the widths outside and inside."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from typing import cast
+
+import torch
+from torch import Tensor
+
+from pipeline.interpreter.operations.fused import compile_gate
+from pipeline.interpreter.operations.linear import FEW_ROWS, KERNEL_COLUMNS, KERNEL_GROUPS
+from pipeline.interpreter.operations.products import fill_rows
+from pipeline.interpreter.operations.site import Kernel, Site
+
+Product = Callable[[Tensor, int], Tensor]  # rows [n, in], expert → [n, out]
+STACKS, PACKED = (2, 3, 4), (8, 10, 12)  # inputs
+
+
+def compile_chosen_experts(site: Site) -> Kernel:
+    """Inputs: x [1, T, H], weights [E, T, 1] in fp32, the stacks of fc, up and down, where there are any their
+    prescales [E or 1, 1, in], their INT4 values and scales. → [T, H] in fp32, each row's experts added in order."""
+    fc, up, down = (
+        _compile_product(site, stack, packed, transposed)
+        for stack, packed, transposed in zip(STACKS, PACKED, site.attribute("transposed"), strict=True)
+    )
+    gate, out = compile_gate(site), site.held()
+
+    def run(x: Tensor, expert: int, scales: Sequence[Tensor | None]) -> Tensor:
+        gated = gate(fc(_scale(x, scales[0], expert), expert), up(_scale(x, scales[1], expert), expert))
+        return down(_scale(gated, scales[2], expert), expert)
+
+    def experts(x: Tensor, weights: Tensor, *rest: Tensor | None) -> Tensor:
+        x, weights, scales = x[0], weights[..., 0], rest[3:6]
+        total = torch.zeros(x.shape, dtype=out)
+        if len(x) == 1:  # one row: its experts' numbers are all there is to know
+            for expert in weights[:, 0].nonzero()[:, 0].tolist():
+                total += run(x, expert, scales).to(out) * weights[expert]
+            return total
+        chosen, rows = weights.nonzero(as_tuple=True)  # sorted by expert
+        numbers, counts = (part.tolist() for part in torch.unique_consecutive(chosen, return_counts=True))
+        for expert, own in zip(numbers, torch.split(rows, counts), strict=True):
+            share = weights[expert].index_select(0, own).unsqueeze(1)
+            total.index_add_(0, own, run(x.index_select(0, own), expert, scales).to(out) * share)
+        return total
+
+    return experts
+
+
+def _scale(x: Tensor, prescale: Tensor | None, expert: int) -> Tensor:
+    if prescale is None:
+        return x
+    return x * (prescale[expert] if len(prescale) > 1 else prescale[0])
+
+
+def _compile_product(site: Site, index: int, packed: int, transposed: bool) -> Product:
+    held = site.numerics.held(site.attribute("type"))
+    inner = torch.float32 if held is torch.float16 else held
+    steady = site.numerics.mode == "exact"
+    weight = _compile_weight(site, index, inner)
+
+    def product(x: Tensor, expert: int) -> Tensor:
+        matrix = weight(expert)
+        if transposed:
+            matrix = matrix.t()
+        if not steady:
+            return torch.matmul(x.to(inner), matrix).to(held)
+        return torch.matmul(fill_rows(x), matrix)[: len(x)]
+
+    few = _compile_few_rows(site, packed) if site.numerics.mode == "fast" and not transposed else None
+    if few is None:
+        return product
+    return lambda x, expert: few(x, expert) if len(x) <= FEW_ROWS else product(x, expert)
+
+
+def _compile_weight(site: Site, index: int, inner: torch.dtype) -> Callable[[int], Tensor]:
+    """One expert's matrix: of a stack that is kept, or made at each use where there is no room."""
+    stack = site.constant(index)
+    if stack is None:
+        parts = site.parts(index)
+        if parts is None:
+            raise site.refuse("experts that can neither be kept nor be made one at a time")
+        _, part = parts
+        return lambda expert: part(expert)[0].to(inner)
+    kept = stack
+    wide = site.prepare(
+        index, "plain" if stack.dtype is inner else "wide", stack.numel() * inner.itemsize, lambda: kept.to(inner)
+    )
+    if wide is None:
+        return lambda expert: kept[expert].to(inner)
+    return lambda expert: wide[expert]
+
+
+def _compile_few_rows(site: Site, index: int) -> Product | None:
+    """torch's INT4 kernel on the packed weights [E, in, out], where it takes them and there is room."""
+    if site.optional(index) is None or site.optional(index + 1) is None:
+        return None
+    _, width, columns = site.spec(index).shape
+    group = width // site.spec(index + 1).shape[1]
+    packed, scales = site.constant(index), site.constant(index + 1)
+    if packed is None or scales is None or group not in KERNEL_GROUPS or columns % KERNEL_COLUMNS:
+        return None
+    values, factors = packed, scales
+
+    def pack() -> Tensor:
+        convert = torch.ops.aten._convert_weight_to_int4pack_for_cpu
+        return torch.stack([convert((part.t().int() + 8).contiguous(), 1) for part in values])
+
+    def pair() -> Tensor:
+        scale = factors.to(torch.bfloat16)
+        return torch.stack((scale, torch.zeros_like(scale)), dim=-1)
+
+    rows = site.prepare(index, "kernel", values.numel() // 2, pack)
+    pairs = site.prepare(index + 1, "kernel", 4 * values.numel() // group, pair)
+    if rows is None or pairs is None:
+        return None
+    held, multiply = site.numerics.held(site.attribute("type")), torch.ops.aten._weight_int4pack_mm_for_cpu.default
+    return lambda x, expert: cast(
+        Tensor, multiply(x.to(torch.bfloat16).contiguous(), rows[expert], group, pairs[expert]).to(held)
+    )
