@@ -34,6 +34,28 @@ def describe_host(config: Config, architecture: Architecture, tensors: Mapping[s
     }
 
 
+def list_host_notes(config: Config) -> tuple[str, ...]:
+    """What this host lacks to build for the config's target: another one may have it, so that it is no error here."""
+    from pipeline.engine import tensorrt
+    from pipeline.stages.versions import find_version
+
+    backend, gpu = config.target.backend, config.target.device
+    version = find_version(backend)
+    if backend == "tensorrt_rtx":
+        return () if version else ("this host cannot build: tensorrt-rtx is not installed (pip install tensorrt-rtx)",)
+    lacks = []
+    if version is None or int(version.split(".")[0]) < tensorrt.MINIMUM_VERSION:
+        lacks.append(f"TensorRT {tensorrt.MINIMUM_VERSION} or later (pip install 'trtseek[tensorrt]')")
+    if gpu.sm not in tensorrt.list_device_sms():
+        lacks.append(f"a GPU of SM{gpu.sm}, as the {gpu.name} is")
+    if not lacks:
+        return ()
+    return (
+        f"backend tensorrt builds on the GPU that will serve, and this host has not {' nor '.join(lacks)}: run with "
+        "--until verify here, or take backend: tensorrt_rtx",
+    )
+
+
 def _free_bytes(output: Path) -> int:
     """On the disk of the output folder, or of the folder it will be made in."""
     folder = output.absolute()

@@ -1,11 +1,16 @@
-"""The source checkpoint of a config, checked against it, from headers alone."""
+"""What a config starts from, checked before any work: the source checkpoint's headers, and the texts."""
 
 from __future__ import annotations
 
+import difflib
 from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
+from pipeline.errors import CheckpointError, ConfigError
+
 if TYPE_CHECKING:
+    from pathlib import Path
+
     from pipeline.checkpoint.folder import CheckpointFolder
     from pipeline.config.schema import Config
 
@@ -19,13 +24,59 @@ class CheckedSource:
 
 
 def check_source(config: Config, *, buildable: bool = True) -> CheckedSource:
-    """Opens the checkpoint; refuses what cannot be (CheckpointError, CompatibilityError), before any work.
+    """Refuses what cannot be, without reading a weight (ConfigError, CheckpointError, CompatibilityError).
 
     `buildable` also refuses what is valid but not carried out by this version.
     """
     from pipeline.checkpoint.folder import CheckpointFolder
+    from pipeline.checkpoint.headers import check_headers
+    from pipeline.cli.host import list_host_notes
     from pipeline.config.compatibility import check_buildable, check_compatibility
 
+    _check_model(config)
     folder = CheckpointFolder.open(config.model.path)
     check = check_buildable if buildable else check_compatibility
-    return CheckedSource(folder=folder, notes=check(config, folder.architecture, folder.tensors))
+    check_headers(folder)
+    notes = check(config, folder.architecture, folder.tensors)
+    _check_texts(config)
+    return CheckedSource(folder=folder, notes=(*notes, *list_host_notes(config)))
+
+
+def _check_model(config: Config) -> None:
+    path = config.model.path
+    if path.is_dir():
+        return
+    key = config.locate("model.path")
+    if path.exists():
+        raise CheckpointError(
+            f"{key}: {path} is a file; the model is the folder it is in", hint=f"set model.path: {path.parent}"
+        )
+    raise CheckpointError(f"{key}: {path}: there is no such folder", hint=_suggest_path(path, folders=True))
+
+
+def _check_texts(config: Config) -> None:
+    """The text files that the stages will read are there."""
+    quantize, verify = config.stages.quantize, config.stages.verify
+    texts = {"stages.verify.heldout.files": verify.heldout.files}
+    if quantize.method == "awq":
+        texts = {"stages.quantize.calibration.files": quantize.calibration.files, **texts}
+    for key, files in texts.items():
+        for file in files:
+            if file.is_file():
+                if not file.stat().st_size:
+                    raise ConfigError(f"{config.locate(key)}: {file} is empty", hint="name a file of text, UTF-8")
+                continue
+            what = "is not a file" if file.exists() else "there is no such file"
+            raise ConfigError(f"{config.locate(key)}: {file}: {what}", hint=_suggest_path(file, folders=False))
+
+
+def _suggest_path(path: Path, *, folders: bool) -> str:
+    """Where it was looked for, and the nearest name that is there."""
+    looked = ""
+    if not path.is_absolute():
+        looked = f"looked for in {path.cwd()}: paths are relative to the current folder, only extends: to its file's"
+    parent = next(folder for folder in path.parents if folder.is_dir())
+    known = [entry.name for entry in parent.iterdir() if entry.is_dir() == folders]
+    near = difflib.get_close_matches(path.relative_to(parent).parts[0], known, n=1)
+    question = f"did you mean {parent / near[0]}?" if near else ""
+    return "\n".join(filter(None, (question, looked))) or f"{parent} holds nothing of a similar name"

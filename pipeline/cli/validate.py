@@ -14,13 +14,13 @@ from pipeline.cli.tables import format_bytes
 def command(config_file: str, overrides: tuple[str, ...], as_json: bool) -> None:
     """Check a config against its schema, its model and its target.
 
-    Reads the checkpoint's headers only. Leaves with 2 for a mistake in the config, 3 for one in the checkpoint, 4 for a
-    combination that cannot work.
+    Reads the checkpoint's headers only, and holds config.json against them. Leaves with 2 for a mistake in the config,
+    3 for one in the checkpoint, 4 for a combination that cannot work or is not part of this version.
     """
     from pipeline.cli.source import check_source
 
     config = read_config(config_file, overrides)
-    source = check_source(config, buildable=False)
+    source = check_source(config)
     architecture = source.folder.architecture
     nbytes = sum(info.nbytes for info in source.folder.tensors.values())
     if as_json:

@@ -46,14 +46,17 @@ def _find_parallel(case: Case) -> str | None:
     p = case.parallel
     if p.tensor == p.pipeline == p.expert == 1:
         return None
-    return f"tensor {p.tensor}, pipeline {p.pipeline}, expert {p.expert}: engines over several GPUs come later"
+    return (
+        f"tensor {p.tensor}, pipeline {p.pipeline}, expert {p.expert}: engines over several GPUs come later; this "
+        "version runs with 1 of each"
+    )
 
 
 def _find_fp8_method(case: Case) -> str | None:
     return "FP8 quantization is not part of this version" if case.quantize.method == "fp8" else None
 
 
-# Valid settings that this version does not carry out yet: `validate` notes them, running refuses them.
+# Valid settings that this version does not carry out yet: `plan` notes them, `validate` and running refuse them.
 UNBUILT: tuple[Rule, ...] = (
     Rule("one_gpu", "target.parallel", _find_parallel, "set every parallel size to 1"),
     Rule("int4_only", "stages.quantize.method", _find_fp8_method, "use awq, rtn or none"),

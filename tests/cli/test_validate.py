@@ -1,8 +1,9 @@
 import json
+import shutil
 
 import pytest
 
-from pipeline.errors import CheckpointError, CompatibilityError, ConfigError
+from pipeline.errors import CheckpointError, CompatibilityError, ConfigError, TrtseekError
 
 
 def test_valid(workplace, invoke):
@@ -37,3 +38,59 @@ def test_problems_name_their_place(workplace, invoke):
 def test_is_quick(workplace, cpu_seconds):
     # Wider than the half second that benchmarks/commands.py holds it to: tests run beside other tests.
     assert cpu_seconds("-m", "pipeline.cli.main", "validate", "small") < 0.8
+
+
+@pytest.mark.parametrize(
+    ("setting", "kind", "message"),
+    [
+        ("stages.verify.heldout.files=[texts.txt]", ConfigError, r"heldout.files: texts.txt: there is no such file"),
+        ("stages.quantize.calibration.files=[configs]", ConfigError, r"calibration.files: configs: is not a file"),
+        ("stages.quantize.calibration.files=[empty.txt]", ConfigError, r"empty.txt is empty"),
+        ("stages.quantize.method=fp8", CompatibilityError, r"stages.quantize.method: FP8 quantization is not part"),
+        ("target.parallel.tensor=2", CompatibilityError, r"target.parallel: .*come later"),
+        ("model.path=modle", CheckpointError, r"model.path: modle: there is no such folder"),
+        ("model.path=model/config.json", CheckpointError, r"model/config.json is a file; the model is the folder"),
+    ],
+)
+def test_what_a_run_would_refuse_is_refused(workplace, invoke, llama_path, setting, kind, message):
+    (workplace / "model").symlink_to(llama_path)
+    (workplace / "empty.txt").touch()
+    with pytest.raises(kind, match=message):
+        invoke("validate", "small", "--set", setting)
+
+
+def test_a_wrong_path_is_told_where_it_was_looked_for(workplace, invoke, llama_path):
+    (workplace / "model").symlink_to(llama_path)
+    for setting, near in (("model.path=modle", "model"), ("stages.verify.heldout.files=[texts.txt]", "text.txt")):
+        with pytest.raises(TrtseekError) as caught:
+            invoke("validate", "small", "--set", setting)
+        assert caught.value.hint.splitlines()[0] == f"did you mean {near}?"
+        assert str(workplace) in caught.value.hint
+
+
+def test_rtn_reads_no_calibration_text(workplace, invoke):
+    assert invoke(
+        "validate", "small", "--set", "stages.quantize.calibration.files=[x]", "--set", "stages.quantize.method=rtn"
+    )
+
+
+def test_a_config_of_another_model(workplace, invoke, llama_path):
+    shutil.copytree(llama_path, workplace / "model")
+    config = json.loads((workplace / "model/config.json").read_text())
+    layers = config["num_hidden_layers"] + 1
+    (workplace / "model/config.json").write_text(json.dumps(config | {"num_hidden_layers": layers}))
+    for verb in ("validate", "plan"):
+        with pytest.raises(CheckpointError, match=rf"model.layers.{layers - 1}\.\S+ is missing"):
+            invoke(verb, "small", "--set", "model.path=model")
+
+
+def test_says_what_this_host_cannot_build(workplace, invoke, monkeypatch):
+    setting = ("--set", "target.backend=tensorrt")
+    monkeypatch.setattr("pipeline.engine.tensorrt.list_device_sms", list)
+    monkeypatch.setattr("pipeline.stages.versions.find_version", lambda name: None)
+    assert "has not TensorRT 11" in invoke("validate", "small", *setting).stdout
+    monkeypatch.setattr("pipeline.stages.versions.find_version", lambda name: "11.0.0")
+    text = invoke("plan", "small", *setting).stdout
+    assert "has not a GPU of SM89" in text
+    monkeypatch.setattr("pipeline.engine.tensorrt.list_device_sms", lambda: [89])
+    assert "this host" not in invoke("validate", "small", *setting).stdout

@@ -1,0 +1,51 @@
+"""A source checkpoint's config.json held against the headers of its shards, before any weight is read."""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING
+
+from pipeline.checkpoint.folder import CONFIG, CheckpointFolder
+from pipeline.checkpoint.layouts import layout_for
+from pipeline.checkpoint.layouts.scales import FP8
+from pipeline.errors import CheckpointError
+
+if TYPE_CHECKING:
+    from collections.abc import Iterable
+
+    from pipeline.checkpoint.layouts import Mapping
+
+# What an FP8 checkpoint holds in FP8, all of it: the linears of its decoder layers.
+FP8_ROLES = ("attention_input", "attention_latent", "attention_output", "mlp", "shared_experts", "experts")
+TOKENIZER = "tokenizer.json"
+
+
+def check_headers(folder: CheckpointFolder) -> None:
+    """Raises CheckpointError, with file and tensor, where config.json and the weights are of two models: a layer or
+    expert too few or too many, another shape, 16-bit weights that are said to be FP8; and where no tokenizer is."""
+    mappings, _ = layout_for(folder.architecture).match(folder.tensors, str(folder.path))
+    if folder.config.get("quantization_config") is not None:
+        from pipeline.checkpoint.block_scales import check_config  # numpy, which few checkpoints need
+
+        check_config(folder.config, str(folder.path / CONFIG))
+        _refuse_plain_weights(folder, mappings)
+    if not (folder.path / TOKENIZER).is_file():
+        raise CheckpointError(
+            f"{folder.path / TOKENIZER} is missing: calibration, held-out text and the package need it",
+            hint="copy it from the model's own repository; a tokenizer.model alone is not read",
+        )
+
+
+def _refuse_plain_weights(folder: CheckpointFolder, mappings: Iterable[Mapping]) -> None:
+    kept = folder.config["quantization_config"].get("modules_to_not_convert") or ()
+    for mapping in mappings:
+        if mapping.role not in FP8_ROLES:
+            continue
+        for name in mapping.sources:
+            info = folder.tensors[name]
+            if info.dtype != FP8 and name.endswith(".weight") and not any(str(module) in name for module in kept):
+                raise CheckpointError(
+                    f"{folder.file_of(name)}: {name} is {info.dtype}, but quantization_config in "
+                    f"{folder.path / CONFIG} says that it is FP8",
+                    hint="where the weights were multiplied out to 16 bits, remove quantization_config from "
+                    "config.json; else take the weights again from the model's own repository",
+                )
