@@ -122,7 +122,8 @@ def _describe_engine(path: Path) -> Document:
         "bytes": engine.nbytes,
         "version": engine.version,
         "targets": [f"SM{sm}" for sm in engine.targets],
-        "weights_bytes": engine.weights_bytes,
+        "weights": built.weights if built else "full",
+        "weights_bytes": (built and built.weights_bytes) or engine.weights_bytes,
         "network_digest": built.network_digest if built else None,
         "profiles": [
             {

@@ -35,8 +35,15 @@ def _note_fp8_blocks(case: Case) -> str | None:
     )
 
 
+def _note_stripped(case: Case) -> str | None:
+    if case.build.weights != "stripped":
+        return None
+    return "the engine is built without weights: `trtseek refit` brings them on the GPU host, before it is served"
+
+
 NOTES: tuple[Rule, ...] = (
     Rule("backend_of_gpu", "target.backend", _note_backend, ""),
+    Rule("weights_come_later", "stages.build.weights", _note_stripped, ""),
     Rule("fp8_saves_memory", "stages.convert.dtype", _note_fp8_blocks, ""),
     Rule("smaller_groups", "stages.quantize.group_size", _note_smaller_groups, ""),
 )

@@ -26,7 +26,7 @@ if TYPE_CHECKING:
     from pipeline.config.schema import Config
 
 # Measured by `python -m benchmarks.scale memory`: bytes of 16-bit source per second, and peak memory at any size.
-CONVERT_RATE, CONVERT_MEMORY = 0.45e9, 350_000_000
+CONVERT_RATE, CONVERT_MEMORY = 0.45e9, 270_000_000
 ROUND_RATE, ROUND_MEMORY = 0.55e9, 420_000_000
 # By `python -m benchmarks.build`: bytes of weights per second, beside the time for each profile of each layer.
 BUILD_RATE, SECONDS_PER_LAYER = 0.06e9, 0.4

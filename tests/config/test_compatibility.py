@@ -17,6 +17,8 @@ from pipeline.config.schema import Config
 from pipeline.errors import CompatibilityError
 from pipeline.quantization.rules import choose_linears
 
+CONFIGS = Path(__file__).parents[2] / "configs"
+
 # Sizes of DeepSeek-Coder-6.7B and DeepSeek-V2-Lite, as their hub configs state them.
 CODER = {
     "architectures": ["LlamaForCausalLM"],
@@ -162,6 +164,7 @@ SETTINGS = [
         {"stages.build.generation": ({"batch": 2, "length": 1024}, {"batch": 1, "length": 4096})},
         "no generation profile reaches max_seq_len 4096",
     ),
+    ("weights_come_later", {"stages.build.weights": "stripped"}, {}, "`trtseek refit` brings them"),
     ("one_gpu", {"target.parallel": {"tensor": 2}}, {}, "come later"),
     ("int4_only", {"stages.quantize.method": "fp8"}, {"stages.quantize.method": "rtn"}, "not part of this version"),
 ]
@@ -356,6 +359,30 @@ def test_all_reasons_come_at_once_with_file_and_line(tmp_path, monkeypatch):
         "a.yaml:6: stages.build.max_num_tokens",
     ]
     assert "backend: tensorrt" in caught.value.hint
+
+
+def test_a_limit_that_contradicts_a_profile_is_named_with_its_own_line(tmp_path, monkeypatch):
+    monkeypatch.chdir(tmp_path)
+    profiles = "[{batch: 64, length: 1024}, {batch: 16, length: 4096}]"
+    base = f"model: {{path: m}}\ntarget: {{gpu: L4}}\nstages:\n  build:\n    generation: {profiles}\n"
+    (tmp_path / "base.yaml").write_text(base + "    max_batch_size: 64\n")
+    (tmp_path / "mine.yaml").write_text("extends: base.yaml\nstages:\n  build:\n    max_batch_size: 8\n")
+    with pytest.raises(CompatibilityError) as caught:
+        check_compatibility(load_config("mine.yaml"), make_case().architecture, {})
+    assert "generation profile 64 x 1024 is outside max_batch_size 8" in caught.value.message
+    assert "mine.yaml:4: stages.build.max_batch_size" in caught.value.message
+    assert "base.yaml:5: stages.build.generation" in caught.value.message
+
+
+@pytest.mark.parametrize(("batch", "length"), [(1, 256), (8, 1024), (16, 2048), (32, 16384)])
+def test_limits_laid_over_the_base_bring_their_own_profile(tmp_path, batch, length):
+    (tmp_path / "mine.yaml").write_text(
+        f"extends: {CONFIGS / 'base.yaml'}\nmodel: {{path: m}}\ntarget: {{gpu: L4}}\n"
+        f"stages: {{build: {{max_seq_len: {length}, max_batch_size: {batch}}}}}\n"
+    )
+    config = load_config(tmp_path / "mine.yaml")
+    check_compatibility(config, make_case().architecture, {})
+    assert [(p.batch, p.length) for p in config.stages.build.profiles] == [(batch, length)]
 
 
 def test_several_gpus_are_valid_but_not_built():

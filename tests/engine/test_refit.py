@@ -122,6 +122,7 @@ def test_building_with_weights_again_removes_the_list(pair: tuple[Built, Built],
     shutil.copytree(full.checkpoint, tmp_path / "checkpoint")
     (tmp_path / "sm80").mkdir()
     (tmp_path / "sm80" / "refit.json").write_text("{}")
-    built = build(tmp_path, ONE_LAYER, LLAMA_INT4, SMALL)
+    built = build(tmp_path, ONE_LAYER, LLAMA_INT4, SMALL, weight_streaming=True)
+    assert load_description(built.path.parent).weight_streaming
     assert not (built.path.parent / "refit.json").exists()
     assert json.loads((built.path.parent / "engine.json").read_text())["weights"] == "full"
