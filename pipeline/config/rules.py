@@ -159,12 +159,17 @@ def _find_long_text(case: Case) -> str | None:
     )
 
 
+_LIMITS = ("max_seq_len", "max_batch_size", "max_num_tokens", "max_blocks", "generation")
+
+
 def _find_wrong_limits(case: Case) -> str | None:
     """What the engine itself refuses, before there is one."""
     try:
         case.build.limits()
     except CompatibilityError as error:
-        return f"{error.message} ({error.hint})"
+        told = [case.config.locate(f"stages.build.{key}") for key in _LIMITS if key in error.message]
+        places = "".join(f"\n  {text}" for text in told if not text.startswith("stages."))
+        return f"{error.message} ({error.hint})" + (f", as set by{places}" if places else "")
     return None
 
 
