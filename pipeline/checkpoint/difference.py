@@ -10,6 +10,7 @@ from collections.abc import Callable
 from dataclasses import dataclass, field, replace
 from typing import TYPE_CHECKING, Any
 
+from pipeline.checkpoint.layouts.scales import INT4_SCALES
 from pipeline.checkpoint.tensors import DTYPES
 from pipeline.progress import SILENT
 
@@ -25,7 +26,6 @@ if TYPE_CHECKING:
     Values = npt.NDArray[np.floating[Any]]
 
 PIECE = 1 << 20  # elements
-SCALES = "weights_scaling_factor"
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -166,7 +166,7 @@ def _unpack(data: Bytes, _: str) -> Values:
 
 
 def _is_packed(folder: CheckpointFolder, info: TensorInfo) -> bool:
-    return info.dtype == "I8" and f"{info.name.removesuffix('weight')}{SCALES}" in folder.tensors
+    return info.dtype == "I8" and f"{info.name.removesuffix('weight')}{INT4_SCALES}" in folder.tensors
 
 
 def _count(info: TensorInfo, packed: bool) -> int:

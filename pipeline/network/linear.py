@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import math
 
-from pipeline.checkpoint.layouts.scales import BLOCK
+from pipeline.checkpoint.layouts.scales import BLOCK, BLOCK_SCALES, INT4_SCALES, PRESCALE
 from pipeline.network.graph import Graph, Tensor
 from pipeline.network.weights import SAFETENSORS_TYPES, BlockWeight, Weights
 
@@ -30,10 +30,10 @@ def linear(
     if weights.is_int4(base):
         quantized = weights.read_int4(base, out_features, in_features)
         if quantized.prescale is not None:
-            scale = at.constant("prequant_scaling_factor", quantized.prescale, (1, in_features))
+            scale = at.constant(PRESCALE, quantized.prescale, (1, in_features))
             x = at.product("prescaled", x, scale)
         packed = at.int4("weight", quantized.packed)
-        scales = at.constant("weights_scaling_factor", quantized.scales)
+        scales = at.constant(INT4_SCALES, quantized.scales)
         weight = at.dequantize("dequantize", packed, scales)
     else:
         weight = plain_weight(at, weights, base, out_features, in_features)
@@ -60,7 +60,7 @@ def dequantized(at: Graph, blocks: BlockWeight, out_features: int, in_features: 
     rank = len(blocks.weight.shape)
     # TensorRT does not take one scale for blocks ("ScaleMode is illegal"), only for the whole.
     single = math.prod(blocks.scales.shape) == 1
-    scales = at.constant("weights_block_scaling_factor", blocks.scales, (1,) if single else None)
+    scales = at.constant(BLOCK_SCALES, blocks.scales, (1,) if single else None)
     block = None if single else (1,) * (rank - 2) + (BLOCK, BLOCK)
     weight = at.dequantize_fp8("dequantize", stored, scales, block)
     for axis, size, name in ((rank - 2, out_features, "rows"), (rank - 1, in_features, "columns")):

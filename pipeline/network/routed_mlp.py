@@ -11,6 +11,7 @@ from __future__ import annotations
 from collections.abc import Callable
 from dataclasses import dataclass
 
+from pipeline.checkpoint.layouts.scales import INT4_SCALES, PRESCALE
 from pipeline.errors import CompatibilityError
 from pipeline.network.context import Context
 from pipeline.network.graph import Graph, Tensor
@@ -67,11 +68,11 @@ def _stack(g: Graph, context: Context, name: str, count: int, out_features: int,
         )
     quantized = weights.read_int4_stack(bases, out_features, in_features)
     packed = at.int4("weight", quantized.packed)
-    scales = at.constant("weights_scaling_factor", quantized.scales)
+    scales = at.constant(INT4_SCALES, quantized.scales)
     prescale = None
     if quantized.prescale is not None:
         rows = quantized.prescale.shape[0]
-        prescale = at.constant("prequant_scaling_factor", quantized.prescale, (rows, 1, in_features))
+        prescale = at.constant(PRESCALE, quantized.prescale, (rows, 1, in_features))
     return _Stack(weight=at.dequantize("dequantize", packed, scales), transposed=False, prescale=prescale)
 
 

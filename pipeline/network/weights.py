@@ -8,7 +8,7 @@ from dataclasses import dataclass
 import numpy as np
 import numpy.typing as npt
 
-from pipeline.checkpoint.layouts.scales import BLOCK, FP8, TARGET_SUFFIX, count_blocks
+from pipeline.checkpoint.layouts.scales import BLOCK, BLOCK_SCALES, FP8, INT4_SCALES, PRESCALE, count_blocks
 from pipeline.checkpoint.tensors import RawTensor, TensorSource
 from pipeline.errors import CheckpointError, CompatibilityError
 from pipeline.network.derived import Constant, Derived
@@ -62,11 +62,11 @@ class Weights:
             )
 
     def is_int4(self, base: str) -> bool:
-        return self.has(f"{base}.weights_scaling_factor")
+        return self.has(f"{base}.{INT4_SCALES}")
 
     def is_fp8(self, base: str) -> bool:
         """Whether a linear is stored in FP8 blocks."""
-        return self.has(f"{base}{TARGET_SUFFIX}")
+        return self.has(f"{base}.{BLOCK_SCALES}")
 
     def read(self, name: str, shape: Sequence[int], *, dtypes: Sequence[str] = ()) -> RawTensor:
         """The tensor over its file's own memory. Raises CheckpointError if it is missing or of another shape,
@@ -113,7 +113,7 @@ class Weights:
         rows, columns = (BLOCK * count for count in blocks)
         for base in bases:  # refused now, not when the bytes are made
             weight = self.read(f"{base}.weight", shape, dtypes=(FP8,))
-            factors = self.read(f"{base}{TARGET_SUFFIX}", blocks, dtypes=("F32",))
+            factors = self.read(f"{base}.{BLOCK_SCALES}", blocks, dtypes=("F32",))
         if not stacked and (rows, columns) == shape:
             return BlockWeight(weight=weight, scales=factors)
 
@@ -128,7 +128,7 @@ class Weights:
 
         def scales() -> Iterator[npt.NDArray[np.uint8]]:
             for base in bases:
-                yield self.read(f"{base}{TARGET_SUFFIX}", blocks, dtypes=("F32",)).data
+                yield self.read(f"{base}.{BLOCK_SCALES}", blocks, dtypes=("F32",)).data
 
         return BlockWeight(
             weight=Derived(FP8, (*stacked, rows, columns), weights),
@@ -195,7 +195,7 @@ class Weights:
         )
 
     def _group(self, base: str, out_features: int, in_features: int) -> int:
-        info = self.source.tensors[f"{base}.weights_scaling_factor"]
+        info = self.source.tensors[f"{base}.{INT4_SCALES}"]
         blocks = info.shape[1] if len(info.shape) == 2 else 0
         if info.shape[:1] != (out_features,) or blocks < 1 or in_features % blocks or out_features % 2:
             raise CheckpointError(
@@ -209,7 +209,7 @@ class Weights:
         return raw.data.reshape(out_features // 2, in_features)
 
     def _raw_scales(self, base: str, out_features: int, in_features: int, group: int) -> npt.NDArray[np.float32]:
-        name = f"{base}.weights_scaling_factor"
+        name = f"{base}.{INT4_SCALES}"
         raw = self.read(name, (out_features, in_features // group), dtypes=("F32",))
         scales: npt.NDArray[np.float32] = raw.data.view(np.float32).reshape(raw.shape)
         return scales
@@ -230,13 +230,13 @@ class Weights:
             stored, back = upper, (upper.astype(np.uint32) << 16).view(np.float32)
         if not np.array_equal(back, scales):
             raise CheckpointError(
-                f"tensor {base}.weights_scaling_factor holds scales that {self.dtype} cannot represent",
+                f"tensor {base}.{INT4_SCALES} holds scales that {self.dtype} cannot represent",
                 hint="the checkpoint was quantized for another type: quantize it again",
             )
         return stored.reshape(-1).view(np.uint8)
 
     def _prescale(self, base: str, in_features: int) -> RawTensor | None:
-        name = f"{base}.prequant_scaling_factor"
+        name = f"{base}.{PRESCALE}"
         return self.read(name, (in_features,)) if self.has(name) else None
 
     def _prescale_stack(self, bases: Sequence[str], in_features: int) -> Constant | None:
@@ -249,13 +249,13 @@ class Weights:
             return RawTensor(kept[0].dtype, (1, in_features), kept[0].data)
         if len(kept) != len(scales):
             raise CompatibilityError(
-                f"some experts of {bases[0].rsplit('.', 2)[0]} have a prequant_scaling_factor and some have not",
+                f"some experts of {bases[0].rsplit('.', 2)[0]} have a {PRESCALE} and some have not",
                 hint="quantize all experts of a layer by one method",
             )
 
         def pieces() -> Iterator[npt.NDArray[np.uint8]]:
             for base in bases:
-                yield self.read(f"{base}.prequant_scaling_factor", (in_features,)).data
+                yield self.read(f"{base}.{PRESCALE}", (in_features,)).data
 
         return Derived(kept[0].dtype, (len(bases), in_features), pieces)
 

@@ -11,6 +11,7 @@ from typing import TYPE_CHECKING
 import torch
 
 from pipeline.checkpoint.block_scales import read_weight
+from pipeline.checkpoint.layouts.scales import PRESCALE
 from pipeline.checkpoint.tensors import RawTensor, TensorInfo
 from pipeline.errors import QuantizationError
 
@@ -19,8 +20,6 @@ if TYPE_CHECKING:
 
     from pipeline.checkpoint.tensors import TensorSource
     from pipeline.quantization.scale_groups import ResolvedFold, ScaleGroup
-
-PREQUANT = ".prequant_scaling_factor"
 
 
 class Adjustments:
@@ -40,7 +39,7 @@ class Adjustments:
             vector = (1 / scale).to(self.dtype)
             for name in group.linears:
                 self.vectors[name] = vector
-            return "kept as prequant_scaling_factor"
+            return f"kept as {PRESCALE}"
         rows = torch.ones(source.tensors[f"{group.fold.producer}.weight"].shape[0])
         rows[group.fold.rows] = scale
         producer = group.fold.producer
@@ -89,7 +88,7 @@ class Adjustments:
 
 def describe_vector(name: str, columns: int, dtype: str) -> TensorInfo:
     """The prequant_scaling_factor of a linear; `dtype` in safetensors' spelling."""
-    return TensorInfo(name + PREQUANT, dtype, (columns,))
+    return TensorInfo(f"{name}.{PRESCALE}", dtype, (columns,))
 
 
 def realise(scale: Tensor, fold: ResolvedFold | None, source: TensorSource, dtype: torch.dtype) -> Tensor | None:

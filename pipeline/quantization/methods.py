@@ -9,6 +9,7 @@ from collections.abc import Callable
 from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
+from pipeline.checkpoint.layouts.scales import INT4_SCALES
 from pipeline.checkpoint.tensors import RawTensor, TensorInfo
 from pipeline.errors import CompatibilityError
 from pipeline.quantization import awq, int4, rtn
@@ -47,7 +48,7 @@ def _describe_int4(linear: Linear) -> list[TensorInfo]:
     rows, columns = linear.shape
     return [
         TensorInfo(f"{linear.name}.weight", "I8", (rows // 2, columns)),
-        TensorInfo(f"{linear.name}.weights_scaling_factor", "F32", (rows, columns // linear.group)),
+        TensorInfo(f"{linear.name}.{INT4_SCALES}", "F32", (rows, columns // linear.group)),
     ]
 
 

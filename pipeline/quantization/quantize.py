@@ -19,14 +19,14 @@ import torch
 from pipeline.checkpoint.engine_config import read_own_key, write_quantized
 from pipeline.checkpoint.layouts import layout_for
 from pipeline.checkpoint.layouts.rows import MTP_PREFIX
-from pipeline.checkpoint.layouts.scales import FP8
+from pipeline.checkpoint.layouts.scales import FP8, PRESCALE
 from pipeline.checkpoint.shards import Shard, write_index
 from pipeline.checkpoint.tensors import TensorInfo
 from pipeline.errors import CompatibilityError
 from pipeline.progress import SILENT, Progress
 from pipeline.quantization import calibration
 from pipeline.quantization.calibration import Calibration
-from pipeline.quantization.folding import PREQUANT, Adjustments
+from pipeline.quantization.folding import Adjustments
 from pipeline.quantization.layer import UNROUTED, LayerPlan, plan_layer
 from pipeline.quantization.methods import find_method
 from pipeline.quantization.report import REPORT, QuantizationReport
@@ -232,7 +232,7 @@ class _Run:
             "method": self.settings.method,
             "group_size": self.settings.group_size,
             "has_zero_point": False,
-            "pre_quant_scale": any(info.name.endswith(PREQUANT) for info in infos),
+            "pre_quant_scale": any(info.name.endswith(PRESCALE) for info in infos),
             "quantized": {name: linear.group for name, linear in self.selection.linears.items()},
         }
         has_fp8 = any(info.dtype == FP8 for info in infos)

@@ -12,7 +12,7 @@ import torch
 
 from pipeline.checkpoint.block_scales import open_rows, read_weight
 from pipeline.checkpoint.layouts.rows import MTP_PREFIX
-from pipeline.checkpoint.layouts.scales import FP8, TARGET_SUFFIX
+from pipeline.checkpoint.layouts.scales import BLOCK_SCALES, FP8
 from pipeline.checkpoint.safetensors_file import write_safetensors
 from pipeline.checkpoint.shards import METADATA
 from pipeline.checkpoint.tensors import SAFETENSORS_DTYPE, RawTensor, TensorInfo
@@ -91,7 +91,7 @@ def _is_widened(info: TensorInfo) -> bool:
 
 
 def _is_scale_of_widened(name: str) -> bool:
-    return name.endswith(TARGET_SUFFIX) and not name.startswith(MTP_PREFIX)
+    return name.endswith(BLOCK_SCALES) and not name.startswith(MTP_PREFIX)
 
 
 def _linear_of(tensor: str, linears: Mapping[str, Linear]) -> Linear | None:

@@ -1,8 +1,7 @@
-"""Names and shapes of the scales that go with weights in FP8 blocks.
+"""Names of the scales that go with weights in INT4 and in FP8 blocks, and the shapes of the latter.
 
 On the hub `X.weight` F8_E4M3 [O, I] goes with `X.weight_scale_inv` F32 [ceil(O/128), ceil(I/128)], which despite its
-name multiplies. The engine checkpoint calls it `X.weights_block_scaling_factor`, TensorRT-LLM's name for scales by
-block: `weights_scaling_factor` is INT4's.
+name multiplies. The engine checkpoint uses TensorRT-LLM's names.
 """
 
 from __future__ import annotations
@@ -14,7 +13,10 @@ from pipeline.checkpoint.layouts.rows import Mapping
 BLOCK = 128
 FP8 = "F8_E4M3"
 SOURCE_SUFFIX = "_scale_inv"  # after "X.weight"
-TARGET_SUFFIX = ".weights_block_scaling_factor"  # after "X"
+# After "X." in an engine checkpoint, and of the network's constants.
+INT4_SCALES = "weights_scaling_factor"
+PRESCALE = "prequant_scaling_factor"  # what a linear's input is multiplied by before INT4 weights
+BLOCK_SCALES = "weights_block_scaling_factor"
 CONFIG_KEY = "fp8_blocks"  # of an engine checkpoint's own part of config.json: the size of its blocks
 ROLE = "block_scale"  # of the mappings that `scale_mapping` makes
 
@@ -26,7 +28,7 @@ def source_scale(weight: str) -> str:
 
 def target_scale(weight: str) -> str:
     """The engine checkpoint's name of a weight's scales."""
-    return weight.removesuffix(".weight") + TARGET_SUFFIX
+    return f"{weight.removesuffix('.weight')}.{BLOCK_SCALES}"
 
 
 def count_blocks(shape: tuple[int, ...]) -> tuple[int, ...]:
