@@ -157,6 +157,16 @@ def test_only_as_many_are_paused_as_help_and_none_if_that_is_not_enough() -> Non
     assert bench.step().paused == []
 
 
+def test_blocks_that_it_would_share_with_whom_it_pauses_are_not_gained() -> None:
+    bench = Bench(num_blocks=7, max_num_tokens=64)
+    beginning = list(range(500, 508))
+    bench.add(4, answer=5, priority=0)  # 2 blocks of 6
+    bench.add([*beginning, 1], answer=4, priority=2)  # 3
+    bench.step()
+    bench.add([*beginning, 2], answer=12, priority=1)  # 5, of which the lower one holds 2
+    assert bench.step().paused == []
+
+
 def test_equals_do_not_take_each_others_place() -> None:
     bench = Bench(max_batch_size=1)
     bench.add(4, answer=20, priority=1)
@@ -233,6 +243,14 @@ def test_sequences_of_one_request_share_its_prompt_and_copy_what_is_not_full() -
     while bench.scheduler.running:
         bench.step()
     assert bench.pool.used == 0
+
+
+def test_copies_to_come_are_reserved() -> None:
+    bench = Bench(num_blocks=10)
+    bench.add(6, answer=4, n=3)  # 7 blocks of 9, of which 2 are held after the prompt
+    bench.step()
+    bench.add(8, answer=5)  # 3
+    assert bench.step().started == []
 
 
 def test_what_can_never_run_is_refused() -> None:
