@@ -5,7 +5,8 @@ from __future__ import annotations
 from collections import Counter
 from typing import TYPE_CHECKING, Any
 
-from pipeline.errors import StoreError, TrtseekError
+from pipeline.cli.file_inspection import LOOKED_FOR, InspectionError, describe_file, is_engine_file, summarize_tensors
+from pipeline.errors import StoreError
 
 if TYPE_CHECKING:
     from collections.abc import Callable
@@ -15,31 +16,45 @@ Document = dict[str, Any]
 REPOSITORY = "model_repository"  # within what `package` makes
 
 
-class InspectionError(TrtseekError):
-    """The path holds nothing that `inspect` knows."""
-
-
 def describe(path: Path) -> Document:
     """The description of the first kind that fits, after that of the stage that made it, if one did."""
+    _refuse_absence(path)
     stage = {"artifact": _describe_artifact(path)} if (path / "artifact.json").is_file() else {}
     for fits, describe_kind in KINDS:
         if fits(path):
             return {**stage, **describe_kind(path)}
     if stage:
         return stage
-    raise InspectionError(
-        f"{path}: {'is nothing that inspect knows' if path.exists() else 'there is no such file or folder'}",
-        hint="name a checkpoint's folder (config.json and safetensors), an *.engine file or the folder it is in, a "
-        "Triton model repository (folders with config.pbtxt), or a stage's output",
-    )
+    raise InspectionError(f"{path}: is nothing that inspect knows", hint=LOOKED_FOR)
+
+
+def _refuse_absence(path: Path) -> None:
+    if path.exists():
+        return
+    for place in (path, *path.parents):
+        if place.is_symlink() and not place.exists():
+            raise InspectionError(
+                f"{place} is a link to {place.readlink()}, which is no longer in the store",
+                hint="run `trtseek engine` again: it is made anew",
+            )
+    raise InspectionError(f"{path}: there is no such file or folder", hint=LOOKED_FOR)
 
 
 def _is_checkpoint(path: Path) -> bool:
-    return (path / "config.json").is_file()
+    from pipeline.checkpoint.folder import CONFIG, INDEX, SINGLE
+
+    return any((path / name).is_file() for name in (CONFIG, INDEX, SINGLE))
 
 
 def _is_engine(path: Path) -> bool:
-    return path.is_file() or any(path.glob("*.engine"))
+    return is_engine_file(path) or any(path.glob("*.engine"))
+
+
+def _is_run(path: Path) -> bool:
+    from pipeline.stages.graph import NAMES
+    from pipeline.stages.roots import RUN
+
+    return (path / RUN).is_file() or any((path / name / "artifact.json").is_file() for name in NAMES)
 
 
 def _is_repository(path: Path) -> bool:
@@ -65,14 +80,12 @@ def _describe_artifact(path: Path) -> Document:
 
 
 def _describe_checkpoint(path: Path) -> Document:
-    from pipeline.checkpoint.folder import CheckpointFolder
+    from pipeline.checkpoint.folder import CONFIG, CheckpointFolder, read_json
 
+    read_json(path / CONFIG)  # first what it says is broken, then what is missing beside it
     folder = CheckpointFolder.open(path)
     architecture = folder.architecture
-    sizes: Counter[str] = Counter()
-    for info in folder.tensors.values():
-        sizes[info.dtype] += info.nbytes
-    counts = Counter(info.dtype for info in folder.tensors.values())
+    tensors = summarize_tensors(folder.tensors.values())
     ours = folder.config.get("trtseek")
     ours = ours if isinstance(ours, dict) else None
     return {
@@ -90,10 +103,10 @@ def _describe_checkpoint(path: Path) -> Document:
         "vocabulary": architecture.vocab_size,
         "context": architecture.max_position_embeddings,
         "dtype": architecture.dtype,
-        "bytes": sum(sizes.values()),
+        "bytes": sum(row["bytes"] for row in tensors),
         "rope": {"kind": architecture.rope.kind, "theta": architecture.rope.theta, **architecture.rope.scaling},
         "quantization": _describe_quantization(ours.get("quantization") if ours else None),
-        "tensors": [{"dtype": dtype, "count": counts[dtype], "bytes": sizes[dtype]} for dtype in sorted(sizes)],
+        "tensors": tensors,
     }
 
 
@@ -171,8 +184,38 @@ def _describe_repository(path: Path) -> Document:
     }
 
 
+def _describe_run(path: Path) -> Document:
+    """Of every stage that ran: how it went last, and the result that is shown."""
+    from pipeline.stages.graph import NAMES
+    from pipeline.stages.run_folder import RunFolder
+
+    last = RunFolder(path).read()
+    rows = [_describe_stage(path, name, last.get(name, {})) for name in NAMES]
+    return {"kind": "run", "path": str(path), "name": path.resolve().name, "stages": [row for row in rows if row]}
+
+
+def _describe_stage(path: Path, name: str, entry: Document) -> Document | None:
+    from pipeline.stages.artifact import DamagedError, read_marker
+
+    link, report = path / name, path / f"{name}.failed"
+    row: Document = {"stage": name, "state": entry.get("state"), "files": None, "bytes": None, "created": None}
+    if not link.is_symlink() and not link.exists():
+        return {**row, "path": str(report) if report.exists() else None} if entry else None
+    try:
+        artifact = read_marker(link)
+    except FileNotFoundError:
+        row["state"] = "no longer in the store"
+    except DamagedError:
+        row["state"] = "damaged"
+    else:
+        row |= {"state": "made", "files": len(artifact.files), "bytes": artifact.nbytes, "created": artifact.created}
+    return {**row, "path": str(link)}
+
+
 KINDS: tuple[tuple[Callable[[Path], bool], Callable[[Path], Document]], ...] = (
     (_is_engine, _describe_engine),
+    (lambda path: path.is_file(), describe_file),
+    (_is_run, _describe_run),
     (_is_repository, _describe_repository),
     (_is_checkpoint, _describe_checkpoint),
 )

@@ -4,7 +4,7 @@ from pathlib import Path
 import pytest
 
 from pipeline.cli.inspection import InspectionError
-from pipeline.errors import BuildError
+from pipeline.errors import BuildError, CheckpointError
 
 REPOSITORY = Path(__file__).parents[2] / "model_repo"
 
@@ -59,4 +59,66 @@ def test_damaged_description_beside_an_engine(invoke, tmp_path, monkeypatch):
     (tmp_path / "model.engine").write_bytes(b"vtrt")
     (tmp_path / "engine.json").write_text('{"a')
     with pytest.raises(BuildError, match=r"engine.json: not JSON"):
+        invoke("inspect", str(tmp_path))
+
+
+def test_run_folder(workplace, toy_stages, invoke):
+    import shutil
+
+    invoke("engine", "small")
+    document = read(invoke, "out/small")
+    assert (document["kind"], document["name"]) == ("run", "small")
+    first, second = document["stages"]
+    assert (first["stage"], first["state"], first["files"]) == ("convert", "made", 1)
+    assert first["bytes"] == (workplace / "out/small/convert/one.txt").stat().st_size
+    assert second["path"] == "out/small/package"
+    shutil.rmtree((workplace / "out/small/convert").resolve())
+    assert read(invoke, "out/small")["stages"][0]["state"] == "no longer in the store"
+    for path in ("out/small/convert", "out/small/convert/one.txt"):
+        with pytest.raises(InspectionError, match=r"out/small/convert is a link .* no longer in the store"):
+            invoke("inspect", path)
+
+
+def test_safetensors_file(invoke, deepseek_v2_path):
+    from safetensors import safe_open
+
+    file = min(deepseek_v2_path.glob("*.safetensors"))
+    document = read(invoke, file)
+    with safe_open(file, "np") as reference:
+        names = list(reference.keys())
+        assert document["metadata"] == reference.metadata()
+    assert sum(row["count"] for row in document["tensors"]) == len(names)
+    assert {row["name"] for row in document["largest"]} <= set(names)
+
+
+def test_other_files(invoke, deepseek_v2_path, tmp_path):
+    document = read(invoke, deepseek_v2_path / "config.json")
+    assert document["kind"] == "JSON file" and "rope_scaling" in document["keys"]
+    assert document["see"] == f"trtseek inspect {deepseek_v2_path}"
+    for name, content, problem, hint in (
+        ("a.yaml", b"extends: b", "is a config", "trtseek validate"),
+        ("a.json", b'{"a', "not valid JSON", "damaged"),
+        ("a.txt", b"text", "of no kind that inspect knows", "a checkpoint's folder"),
+        ("empty", b"", "of no kind that inspect knows", "a checkpoint's folder"),
+    ):
+        (tmp_path / name).write_bytes(content)
+        with pytest.raises(InspectionError, match=problem) as caught:
+            invoke("inspect", str(tmp_path / name))
+        assert hint in caught.value.hint
+        assert caught.value.exit_code == 1
+    (tmp_path / "renamed").write_bytes(b"vtrt" + bytes(60))  # an engine's first bytes, under another name
+    with pytest.raises(BuildError, match="renamed"):
+        invoke("inspect", str(tmp_path / "renamed"))
+
+
+@pytest.mark.parametrize(("name", "text"), [("config.json", '{"a'), ("config.json", "[]")])
+def test_broken_config_of_a_checkpoint(invoke, tmp_path, name, text):
+    (tmp_path / name).write_text(text)
+    with pytest.raises(CheckpointError, match=r"config.json(: not valid JSON| is not a JSON object)"):
+        invoke("inspect", str(tmp_path))
+
+
+def test_weights_without_config(invoke, tmp_path, llama_path):
+    (tmp_path / "model.safetensors").write_bytes(b"")
+    with pytest.raises(CheckpointError, match=r"config.json is missing"):
         invoke("inspect", str(tmp_path))
