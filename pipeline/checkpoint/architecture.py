@@ -12,6 +12,7 @@ from typing import Any
 
 from pipeline.checkpoint.config_values import ConfigValues
 from pipeline.checkpoint.rope_config import Rope, parse_rope
+from pipeline.checkpoint.tensors import MODEL_DTYPES
 from pipeline.errors import CheckpointError
 
 __all__ = ["ARCHITECTURES", "Architecture", "Experts", "LatentAttention", "Rope", "parse_architecture"]
@@ -130,7 +131,6 @@ ARCHITECTURES: dict[str, Family] = {
 MAX_LAYERS = 1000
 MAX_EXPERTS = 4096
 MAX_MTP_LAYERS = 16
-DTYPES = ("float32", "float16", "bfloat16")
 
 
 def parse_architecture(config: Mapping[str, Any], origin: str = "config.json") -> Architecture:
@@ -179,7 +179,7 @@ def parse_architecture(config: Mapping[str, Any], origin: str = "config.json") -
         attention_bias=attention_bias,
         qkv_bias=attention_bias or family.qkv_bias,
         mlp_bias=c.flag("mlp_bias", False),
-        dtype=c.choice("torch_dtype", c.choice("dtype", "float32", DTYPES), DTYPES),
+        dtype=c.choice("torch_dtype", c.choice("dtype", "float32", tuple(MODEL_DTYPES)), tuple(MODEL_DTYPES)),
         rope=parse_rope(c, interleaved=c.flag("rope_interleave", family.interleaved)),
         latent=latent,
         experts=_parse_experts(c, layers, *family.routing) if family.routing else None,

@@ -33,6 +33,9 @@ DTYPES: dict[str, tuple[int, str, str]] = {
     "BOOL": (1, "bool", "bool"),
 }
 SAFETENSORS_DTYPE = {torch_name: name for name, (_, torch_name, _) in DTYPES.items()}
+# The types a model computes in, which its weights and activations have: torch's name -> safetensors'.
+MODEL_DTYPES = {name: SAFETENSORS_DTYPE[name] for name in ("float32", "float16", "bfloat16")}
+MODEL_DTYPE_BYTES = {name: DTYPES[stored][0] for name, stored in MODEL_DTYPES.items()}
 
 
 class TensorInfo(NamedTuple):

@@ -13,6 +13,7 @@ from collections.abc import Callable
 from dataclasses import dataclass, field
 
 from pipeline.checkpoint.architecture import Architecture, Experts, LatentAttention
+from pipeline.checkpoint.tensors import MODEL_DTYPE_BYTES
 from pipeline.engine.limits import Profile
 from pipeline.engine.workspace import Buffer, Schedule, Workspace, place
 
@@ -25,7 +26,6 @@ FUSED_LATENT_SCORES = 1 << 24
 # before it has used a second stream).
 FORKED_EXPERTS = 1 << 23
 FORKED_GATHER = 1 << 24
-DTYPE_BYTES = {"float32": 4, "float16": 2, "bfloat16": 2}
 _FLOAT32 = _INT32 = 4
 # Layers of a kind that are worth listing: a third one fits into the regions of the two before it.
 _LAYERS_THAT_COUNT = 2
@@ -37,7 +37,7 @@ def plan_workspace(
     """The workspace that an engine will state for this profile, and what it is made of. exchanged: how many GPUs send
     their rows to the routed experts here, each at worst all of them."""
     sizes = {**profile.maximum, "K": profile.maximum["MB"] * block_size}
-    step = _Step(a=architecture, n=sizes, e=DTYPE_BYTES[dtype], moe=moe, exchanged=exchanged)
+    step = _Step(a=architecture, n=sizes, e=MODEL_DTYPE_BYTES[dtype], moe=moe, exchanged=exchanged)
     layers = range(architecture.num_layers)
     kinds = [[layer for layer in layers if architecture.is_routed(layer) is routed] for routed in (False, True)]
     _write_decoder(step, sorted(layer for kind in kinds for layer in kind[:_LAYERS_THAT_COUNT]))

@@ -10,7 +10,8 @@ from collections.abc import Callable
 from dataclasses import dataclass, field, replace
 from typing import TYPE_CHECKING
 
-from pipeline.engine.kernels import DTYPE_BYTES, plan_workspace
+from pipeline.checkpoint.tensors import MODEL_DTYPE_BYTES
+from pipeline.engine.kernels import plan_workspace
 from pipeline.engine.limits import BuildLimits, Profile, Rectangle
 from pipeline.engine.split import WHOLE, Split
 from pipeline.engine.weights import estimate_weights
@@ -118,7 +119,7 @@ class _Part:
     @property
     def kv_bytes_per_token(self) -> int:
         per_layer = sum(heads * width for heads, width in self.architecture.cache_widths)
-        return per_layer * DTYPE_BYTES[self.spec.dtype] * self.architecture.num_layers
+        return per_layer * MODEL_DTYPE_BYTES[self.spec.dtype] * self.architecture.num_layers
 
     def plan(self, profile: Profile) -> Workspace:
         s = self.spec

@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING
 
 from pipeline.checkpoint.layouts import list_kinds
 from pipeline.checkpoint.layouts.scales import BLOCK, count_blocks
-from pipeline.engine.kernels import DTYPE_BYTES
+from pipeline.checkpoint.tensors import MODEL_DTYPE_BYTES
 from pipeline.engine.split import WHOLE, Split
 from pipeline.quantization.selection import Int4Rules
 
@@ -34,7 +34,7 @@ def estimate_weights(
 ) -> int:
     """Bytes of weights that the engine file will state, RoPE's tables among them; of a split model, on the GPU with
     these layers."""
-    e = DTYPE_BYTES[dtype]
+    e = MODEL_DTYPE_BYTES[dtype]
     layers = layers if layers is not None else range(architecture.num_layers)
     total = 0
     for kind in list_kinds(architecture):
@@ -49,7 +49,7 @@ def estimate_weights(
         group = int4.pick_group(mapping.role, mapping.target_shape) if int4 else None
         if int4 and group:
             # Of a split model's experts, as many on each GPU.
-            quantized = len(int4.list_chosen(kind)) * count // kind.count
+            quantized = int4.count_chosen(kind)[0] * count // kind.count
             total += quantized * (elements // 2 + elements // group * e) // share
         # Routers run in float32, and their constants are widened when the engine is built.
         total += (count - quantized) * elements * (_FLOAT32 if mapping.role == "router" else e) // share

@@ -9,8 +9,9 @@ from __future__ import annotations
 import math
 
 from pipeline.checkpoint.layouts.scales import BLOCK, BLOCK_SCALES, INT4_SCALES, PRESCALE
+from pipeline.checkpoint.tensors import MODEL_DTYPES
 from pipeline.network.graph import Graph, Tensor
-from pipeline.network.weights import SAFETENSORS_TYPES, BlockWeight, Weights
+from pipeline.network.weights import BlockWeight, Weights
 
 
 def checkpoint_name(g: Graph, name: str) -> str:
@@ -71,7 +72,7 @@ def dequantized(at: Graph, blocks: BlockWeight, out_features: int, in_features: 
 
 def linear_float32(g: Graph, weights: Weights, name: str, x: Tensor, out_features: int, in_features: int) -> Tensor:
     """x [T, in] → [T, out] in float32 whatever the stored type: for routers, which transformers runs in float32."""
-    at, stored = g.at(name), tuple(SAFETENSORS_TYPES.values())
+    at, stored = g.at(name), tuple(MODEL_DTYPES.values())
     raw = weights.read(f"{checkpoint_name(g, name)}.weight", (out_features, in_features), dtypes=stored)
     weight = at.cast("weight_float32", at.constant("weight", raw), "float32")
     return g.matmul(name, at.cast("input_float32", x, "float32"), weight, transpose=True)

@@ -10,9 +10,9 @@ from __future__ import annotations
 from collections.abc import Callable
 from typing import TYPE_CHECKING
 
+from pipeline.checkpoint.tensors import MODEL_DTYPES
 from pipeline.network.graph import Graph, Tensor
 from pipeline.network.linear import checkpoint_name, linear_float32
-from pipeline.network.weights import SAFETENSORS_TYPES
 
 if TYPE_CHECKING:
     from pipeline.checkpoint.architecture import Experts
@@ -50,7 +50,7 @@ def route(g: Graph, weights: Weights, experts: Experts, x: Tensor, hidden_size: 
 
 def _correct(at: Graph, g: Graph, weights: Weights, experts: Experts, scores: Tensor) -> Tensor:
     name = checkpoint_name(g, "router.e_score_correction_bias")
-    raw = weights.read(name, (experts.num_routed,), dtypes=tuple(SAFETENSORS_TYPES.values()))
+    raw = weights.read(name, (experts.num_routed,), dtypes=tuple(MODEL_DTYPES.values()))
     bias = at.constant("e_score_correction_bias", raw, (1, experts.num_routed))
     return at.sum("corrected", scores, at.cast("e_score_correction_bias_float32", bias, "float32"))
 

@@ -6,12 +6,12 @@ import json
 from dataclasses import asdict, dataclass, fields
 from typing import TYPE_CHECKING, Any
 
+from pipeline.checkpoint.tensors import MODEL_DTYPES
 from pipeline.errors import CompatibilityError
 
 if TYPE_CHECKING:
     from pipeline.checkpoint.architecture import Architecture
 
-DTYPES = ("float32", "float16", "bfloat16")
 MOE_LOWERINGS = ("dense", "gather")
 
 
@@ -34,8 +34,10 @@ class NetworkSpec:
     layers: tuple[int, int] | None = None
 
     def __post_init__(self) -> None:
-        if self.dtype not in DTYPES:
-            raise CompatibilityError(f"network dtype {self.dtype!r} is unknown", hint=f"one of {', '.join(DTYPES)}")
+        if self.dtype not in MODEL_DTYPES:
+            raise CompatibilityError(
+                f"network dtype {self.dtype!r} is unknown", hint=f"one of {', '.join(MODEL_DTYPES)}"
+            )
         if self.moe not in MOE_LOWERINGS:
             raise CompatibilityError(f"moe lowering {self.moe!r} is unknown", hint=f"one of {', '.join(MOE_LOWERINGS)}")
         if self.block_size < 1 or self.max_seq_len < 1:

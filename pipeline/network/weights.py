@@ -9,11 +9,10 @@ import numpy as np
 import numpy.typing as npt
 
 from pipeline.checkpoint.layouts.scales import BLOCK, BLOCK_SCALES, FP8, INT4_SCALES, PRESCALE, count_blocks
-from pipeline.checkpoint.tensors import RawTensor, TensorSource
+from pipeline.checkpoint.tensors import MODEL_DTYPES, RawTensor, TensorSource
 from pipeline.errors import CheckpointError, CompatibilityError
 from pipeline.network.derived import Constant, Derived
 
-SAFETENSORS_TYPES = {"float32": "F32", "float16": "F16", "bfloat16": "BF16"}
 _WORD = 8  # bytes
 _STRIP = 128  # rows transposed at a time: the columns written stay in the cache until their lines are full
 
@@ -79,7 +78,7 @@ class Weights:
                 f"tensor {name} has shape {list(info.shape)}, the architecture says {list(shape)}",
                 hint="config.json and the tensors are of different models",
             )
-        allowed = tuple(dtypes) or (SAFETENSORS_TYPES[self.dtype],)
+        allowed = tuple(dtypes) or (MODEL_DTYPES[self.dtype],)
         if info.dtype not in allowed:
             raise CompatibilityError(
                 f"tensor {name} is {info.dtype}, a {self.dtype} network takes {' or '.join(allowed)}",
@@ -189,7 +188,7 @@ class Weights:
 
         return Int4Weight(
             packed=Derived("I8", (*stack, in_features, out_features // 2), packed),
-            scales=Derived(SAFETENSORS_TYPES[self.dtype], (*stack, in_features // group, out_features), scales),
+            scales=Derived(MODEL_DTYPES[self.dtype], (*stack, in_features // group, out_features), scales),
             prescale=prescale,
             group=group,
         )

@@ -12,8 +12,8 @@ from typing import TYPE_CHECKING, Any
 
 from pipeline.checkpoint.layouts import layout_for, list_kinds
 from pipeline.checkpoint.layouts.scales import count_blocks
+from pipeline.checkpoint.tensors import MODEL_DTYPE_BYTES
 from pipeline.engine.description import STRIPPED
-from pipeline.engine.kernels import DTYPE_BYTES
 from pipeline.engine.weights import estimate_weights
 from pipeline.quantization.selection import Int4Rules
 
@@ -134,7 +134,7 @@ class _Sizes:
 
 
 def _plain_bytes(tensor: Tensor, dtype: str) -> int:
-    return math.prod(tensor.target_shape) * (DTYPE_BYTES[dtype] if tensor.cast else FLOAT32)
+    return math.prod(tensor.target_shape) * (MODEL_DTYPE_BYTES[dtype] if tensor.cast else FLOAT32)
 
 
 def _fp8_bytes(tensor: Tensor) -> int:
