@@ -8,9 +8,9 @@ without decoding anything.
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, NoReturn
 
 import numpy as np
 import numpy.typing as npt
@@ -66,40 +66,38 @@ class Caster:
                 f"{name} is {tensor.dtype}; weights are read from {', '.join(FLOATS)}",
                 hint="convert the checkpoint to 16-bit floats first",
             )
-        unsigned, _, infinity = FLOATS[tensor.dtype]
-        bits = tensor.data.view(unsigned)
-        values = None if tensor.dtype == self.target else tensor.to_torch().reshape(-1)
-        for start in range(0, bits.size, CHUNK_ELEMENTS):
-            chunk = bits[start : start + CHUNK_ELEMENTS]
-            top = _largest_bits(chunk, tensor.dtype)
-            if top >= infinity:
-                _refuse_non_finite(name, tensor, start)
-            if values is None:
-                yield chunk
-                continue
-            largest = _to_float(top, tensor.dtype) if top > self._limit_bits[tensor.dtype] else None
-            yield self._cast(values[start : start + chunk.size], chunk, largest, losses)
+        bits = tensor.data.view(FLOATS[tensor.dtype][0])
+        values = tensor.to_torch().reshape(-1)
+        return self._run(values, bits, tensor.dtype, losses, lambda start: _refuse_non_finite(name, tensor, start))
 
     def run_values(self, name: str, tiles: Iterator[torch.Tensor], losses: Losses) -> Iterator[npt.NDArray[Any]]:
         """As `run`, for float32 values that come tile by tile: dequantized, never stored. Raises CheckpointError for
         what is not finite."""
-        _, _, infinity = FLOATS["F32"]
         for tile in tiles:
-            flat = tile.reshape(-1)
-            for start in range(0, flat.numel(), CHUNK_ELEMENTS):
-                values = flat[start : start + CHUNK_ELEMENTS]
-                bits = values.numpy().view(np.uint32)
-                top = _largest_bits(bits, "F32")
-                if top >= infinity:
-                    raise CheckpointError(
-                        f"{name} is not finite once it is multiplied by its scales",
-                        hint="the weights are damaged; no model has such a value: copy them again",
-                    )
-                if self.target == "F32":
-                    yield bits
-                    continue
-                largest = _to_float(top, "F32") if top > self._limit_bits["F32"] else None
-                yield self._cast(values, bits, largest, losses)
+            values = tile.reshape(-1)
+            bits = values.numpy().view(np.uint32)
+            yield from self._run(values, bits, "F32", losses, lambda _: _refuse_product(name))
+
+    def _run(
+        self,
+        values: torch.Tensor,
+        bits: npt.NDArray[Any],
+        dtype: str,
+        losses: Losses,
+        refuse: Callable[[int], NoReturn],
+    ) -> Iterator[npt.NDArray[Any]]:
+        """`bits` are those of `values`, of type `dtype`; `refuse` is told where a chunk starts that is not finite."""
+        infinity = FLOATS[dtype][2]
+        for start in range(0, bits.size, CHUNK_ELEMENTS):
+            chunk = bits[start : start + CHUNK_ELEMENTS]
+            top = _largest_bits(chunk, dtype)
+            if top >= infinity:
+                refuse(start)
+            if dtype == self.target:
+                yield chunk
+                continue
+            largest = _to_float(top, dtype) if top > self._limit_bits[dtype] else None
+            yield self._cast(values[start : start + chunk.size], chunk, largest, losses)
 
     def _cast(
         self, values: torch.Tensor, bits: npt.NDArray[Any], largest: float | None, losses: Losses
@@ -149,7 +147,14 @@ def _floor_bits(value: float, dtype: str) -> int:
     return bits - 1 if float(nearest) > value else bits
 
 
-def _refuse_non_finite(name: str, tensor: RawTensor, start: int) -> None:
+def _refuse_product(name: str) -> NoReturn:
+    raise CheckpointError(
+        f"{name} is not finite once it is multiplied by its scales",
+        hint="the weights are damaged; no model has such a value: copy them again",
+    )
+
+
+def _refuse_non_finite(name: str, tensor: RawTensor, start: int) -> NoReturn:
     unsigned, _, infinity = FLOATS[tensor.dtype]
     chunk = tensor.data.view(unsigned)[start : start + CHUNK_ELEMENTS]
     magnitude = chunk & _sign_mask(chunk.dtype)
