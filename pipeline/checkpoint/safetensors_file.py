@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import mmap
 import os
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
 from pathlib import Path
 from types import TracebackType
@@ -142,11 +142,10 @@ def write_safetensors(
     tensors: Iterable[RawTensor],
     *,
     metadata: Mapping[str, str] | None = None,
-    on_bytes: Callable[[int], None] | None = None,
 ) -> None:
     """Writes `tensors`, which come in the order of `infos` and may be made lazily: one is held at a time.
 
-    `on_bytes` is told of bytes as they are written. Raises ValueError where a tensor is not what its info declares.
+    Raises ValueError where a tensor is not what its info declares.
     """
     with SafetensorsWriter(path, infos, metadata=metadata) as writer:
         for info, tensor in zip(infos, tensors, strict=True):
@@ -156,7 +155,4 @@ def write_safetensors(
                     f"declared {info.dtype}{list(info.shape)} of {info.nbytes}"
                 )
             for start in range(0, tensor.data.nbytes, CHUNK):
-                piece = tensor.data[start : start + CHUNK]
-                writer.write(piece)
-                if on_bytes:
-                    on_bytes(piece.nbytes)
+                writer.write(tensor.data[start : start + CHUNK])

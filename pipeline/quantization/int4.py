@@ -38,21 +38,9 @@ def quantize(
     limits: Tensor | None = None,
     name: str = "weight",
 ) -> tuple[Tensor, Tensor]:
-    """Rounds `weight` [O, I] to (q int8 [O, I], scales float32 [O, I/g]), w ≈ q·s.
-
-    s = amax/7 of the group (1 where that is zero), rounded to `scale_dtype` (the weight's own type unless given)
-    *before* the weights are divided by it, so that an engine that holds scales in that type loses nothing more.
-    `limits` [O, I/g] replaces the groups' amax: larger weights are clipped (AWQ, arXiv 2306.00978, its code's
-    `auto_clip`). Raises QuantizationError for NaN or infinite weights, naming `name`.
-    """
-    rows, columns = weight.shape
-    q = torch.empty(rows, columns, dtype=torch.int8)
-    scales = torch.empty(rows, _groups(columns, group, name), dtype=torch.float32)
-    rounder = _Rounder(weight, group, scale_dtype, limits, name)
-    for start, stop in rounder.tiles():
-        scales[start:stop] = rounder.scale(start, stop)
-        q[start:stop] = rounder.round(start, stop, scales[start:stop, :, None])
-    return q, scales
+    """As `quantize_packed`, unpacked: (q int8 [O, I], scales float32 [O, I/g])."""
+    packed, scales = quantize_packed(weight, group, scale_dtype=scale_dtype, limits=limits, name=name)
+    return unpack(packed), scales
 
 
 def quantize_packed(
@@ -63,7 +51,13 @@ def quantize_packed(
     limits: Tensor | None = None,
     name: str = "weight",
 ) -> tuple[Tensor, Tensor]:
-    """As `quantize`, then `pack`, tile by tile: (packed int8 [O/2, I], scales float32 [O, I/g])."""
+    """Rounds `weight` [O, I] to w ≈ q·s, tile by tile: (q packed, int8 [O/2, I]; s, float32 [O, I/g]).
+
+    s = amax/7 of the group (1 where that is zero), rounded to `scale_dtype` (the weight's own type unless given)
+    *before* the weights are divided by it, so that an engine that holds scales in that type loses nothing more.
+    `limits` [O, I/g] replaces the groups' amax: larger weights are clipped (AWQ, arXiv 2306.00978, its code's
+    `auto_clip`). Raises QuantizationError for NaN or infinite weights, naming `name`, and for shapes that do not pack.
+    """
     rows, columns = weight.shape
     _check_pairs(rows, name)
     packed = torch.empty(rows // 2, columns, dtype=torch.int8)

@@ -61,16 +61,15 @@ def test_reads_what_the_library_writes(tmp_path: Path) -> None:
 
 
 def test_library_reads_what_we_write(tmp_path: Path) -> None:
-    tensors, path, told = every_type(), tmp_path / "a.safetensors", []
+    tensors, path = every_type(), tmp_path / "a.safetensors"
     raw = (RawTensor.from_torch(t) for t in tensors.values())
-    write_safetensors(path, infos_of(tensors), raw, metadata={"made": "here"}, on_bytes=told.append)
+    write_safetensors(path, infos_of(tensors), raw, metadata={"made": "here"})
     loaded = load_file(path)
     assert loaded.keys() == tensors.keys()
     for name, tensor in tensors.items():
         assert same_bytes(loaded[name], tensor), name
     with safe_open(path, "pt") as file:
         assert file.metadata() == {"made": "here"}
-    assert sum(told) == sum(t.nbytes for t in tensors.values())
 
 
 def test_reading_maps_and_allocates_nothing(tmp_path: Path) -> None:
