@@ -13,8 +13,6 @@ import yaml
 
 from pipeline.errors import ConfigError
 
-BACKENDS = ("tensorrt_rtx", "tensorrt")
-
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class GPU:
@@ -25,6 +23,7 @@ class GPU:
     memory_gib: float
     bandwidth_gb_s: float
     features: frozenset[str]
+    backends: tuple[str, ...]  # the builders that can target it
     aliases: tuple[str, ...] = ()
     notes: Mapping[str, str] = field(default_factory=dict)  # backend -> what a user must know before buying into it
 
@@ -35,11 +34,6 @@ class GPU:
     @property
     def memory_bytes(self) -> int:
         return int(self.memory_gib * 2**30)
-
-    @property
-    def backends(self) -> tuple[str, ...]:
-        """The builders that can target this GPU."""
-        return tuple(backend for backend in BACKENDS if supports(backend, self.sm))
 
 
 @cache
@@ -62,15 +56,11 @@ def load_gpus() -> dict[str, GPU]:
             memory_gib=float(row["memory_gib"]),
             bandwidth_gb_s=float(row["bandwidth_gb_s"]),
             features=frozenset(generation["features"]),
+            backends=tuple(generation["backends"]),
             aliases=tuple(row.get("aliases", ())),
             notes=generation.get("notes", {}),
         )
     return gpus
-
-
-def supports(backend: str, sm: int) -> bool:
-    """Whether `backend` builds engines for compute capability `sm`."""
-    return sm in supported_sms(backend)
 
 
 def supported_sms(backend: str) -> tuple[int, ...]:

@@ -30,5 +30,4 @@ def network_spec(config: Config, dtype: str) -> NetworkSpec:
     """The network of a config over an engine checkpoint of type `dtype`."""
     from pipeline.network.spec import NetworkSpec
 
-    build = config.stages.build
-    return NetworkSpec(dtype=dtype, block_size=build.block_size, max_seq_len=build.max_seq_len, moe=build.moe)
+    return NetworkSpec(dtype=dtype, **network_parameters(config))
