@@ -11,10 +11,11 @@ from pipeline.interpreter.fusion import fuse
 from pipeline.interpreter.graph import Graph
 from pipeline.interpreter.interpreter import Interpreter
 from pipeline.interpreter.numerics import Numerics
+from pipeline.interpreter.rules import experts
 from pipeline.network.program import Program
 from tests.interpreter.networks import feed, read
 
-E, H, WIDTH, GROUP = 6, 64, 32, 32
+E, H, WIDTH, GROUP = 6, 512, 128, 32
 
 
 def draw(*shape: int, seed: int = 0) -> torch.Tensor:
@@ -99,6 +100,14 @@ def test_an_expert_that_no_row_chose_does_not_run(mode: str, int4: bool, rows: i
 def test_rows_without_experts_are_zero() -> None:
     result = run(network("float32", int4=False, prescales=0), "exact", torch.zeros(E, 5, 1))
     assert result.shape == (5, H) and not result.any()
+
+
+def test_small_experts_are_left_together(monkeypatch: pytest.MonkeyPatch) -> None:
+    program = network("float32", int4=False, prescales=0)
+    for least, found in ((H * WIDTH, 1), (H * WIDTH + 1, 0)):
+        monkeypatch.setattr(experts, "WORTH_SKIPPING", least)
+        graph = fuse(Graph.of(program, ()), Numerics("exact"))
+        assert sum(node.kind == "chosen_experts" for node in graph.nodes) == found
 
 
 def test_a_sum_over_something_else_is_left_alone() -> None:

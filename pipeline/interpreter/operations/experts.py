@@ -26,23 +26,29 @@ def compile_chosen_experts(site: Site) -> Kernel:
     )
     gate, out = compile_gate(site), site.held()
 
+    steady = site.numerics.mode == "exact"
+
     def run(x: Tensor, expert: int, scales: Sequence[Tensor | None]) -> Tensor:
+        rows = len(x)
+        if steady:
+            x = fill_rows(x)
         gated = gate(fc(_scale(x, scales[0], expert), expert), up(_scale(x, scales[1], expert), expert))
-        return down(_scale(gated, scales[2], expert), expert)
+        result = down(_scale(gated, scales[2], expert), expert)
+        return result[:rows] if steady else result
 
     def experts(x: Tensor, weights: Tensor, *rest: Tensor | None) -> Tensor:
         x, weights, scales = x[0], weights[..., 0], rest[3:6]
         total = torch.zeros(x.shape, dtype=out)
-        if len(x) == 1:  # one row: its experts' numbers are all there is to know
-            for expert in weights[:, 0].nonzero()[:, 0].tolist():
-                total += run(x, expert, scales).to(out) * weights[expert]
-            return total
         chosen, rows = weights.nonzero(as_tuple=True)  # sorted by expert
-        numbers, counts = (part.tolist() for part in torch.unique_consecutive(chosen, return_counts=True))
-        for expert, own in zip(numbers, torch.split(rows, counts), strict=True):
-            share = weights[expert].index_select(0, own).unsqueeze(1)
-            total.index_add_(0, own, run(x.index_select(0, own), expert, scales).to(out) * share)
-        return total
+        if not len(rows):
+            return total
+        if len(x) == 1:
+            numbers, parts = chosen.tolist(), (x,) * len(chosen)
+        else:
+            unique, counts = torch.unique_consecutive(chosen, return_counts=True)
+            numbers, parts = unique.tolist(), torch.split(x.index_select(0, rows), counts.tolist())
+        results = torch.cat([run(part, number, scales) for number, part in zip(numbers, parts, strict=True)])
+        return total.index_add_(0, rows, results.to(out) * weights[chosen, rows].unsqueeze(1))
 
     return experts
 
@@ -56,16 +62,11 @@ def _scale(x: Tensor, prescale: Tensor | None, expert: int) -> Tensor:
 def _compile_product(site: Site, index: int, packed: int, transposed: bool) -> Product:
     held = site.numerics.held(site.attribute("type"))
     inner = torch.float32 if held is torch.float16 else held
-    steady = site.numerics.mode == "exact"
     weight = _compile_weight(site, index, inner)
 
     def product(x: Tensor, expert: int) -> Tensor:
         matrix = weight(expert)
-        if transposed:
-            matrix = matrix.t()
-        if not steady:
-            return torch.matmul(x.to(inner), matrix).to(held)
-        return torch.matmul(fill_rows(x), matrix)[: len(x)]
+        return torch.mm(x.to(inner), matrix.t() if transposed else matrix).to(held)
 
     few = _compile_few_rows(site, packed) if site.numerics.mode == "fast" and not transposed else None
     if few is None:

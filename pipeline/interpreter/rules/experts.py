@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING
 
@@ -10,6 +11,11 @@ from pipeline.interpreter.rules.match import is_node, maker_of, through_cast
 if TYPE_CHECKING:
     from pipeline.interpreter.graph import Graph
     from pipeline.network.program import Node
+
+
+# Weights of an expert's matrix from which on it is worth running experts one by one; smaller ones cost less in one
+# batched product than in as many calls.
+WORTH_SKIPPING = 1 << 16
 
 
 @dataclass(frozen=True, slots=True)
@@ -40,7 +46,9 @@ def skip_experts(graph: Graph, node: Node) -> list[Node] | None:
     fc, up = (_stack(graph, name) for name in gate.inputs)
     if fc is None or up is None or fc.rows != up.rows:
         return None
-    count = graph.specs[down.weight].shape[0]
+    count, *matrix = graph.specs[down.weight].shape
+    if math.prod(matrix) < WORTH_SKIPPING:
+        return None
     rows, share = graph.specs[fc.rows].shape, graph.specs[str(weights)].shape
     if len(rows) != 3 or rows[0] != 1 or share != (count, -1, 1):
         return None
