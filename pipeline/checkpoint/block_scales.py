@@ -11,13 +11,12 @@ from __future__ import annotations
 from collections.abc import Iterator, Mapping
 from typing import TYPE_CHECKING, Any
 
-import numpy as np
-
 from pipeline.checkpoint.layouts.scales import BLOCK, FP8, count_blocks, target_scale
 from pipeline.checkpoint.tensors import RawTensor, TensorSource
 from pipeline.errors import CheckpointError
 
 if TYPE_CHECKING:
+    import numpy as np
     import numpy.typing as npt
     import torch
 
@@ -152,6 +151,8 @@ def _check_scales(name: str, weight: RawTensor, scales: RawTensor) -> None:
             f"{BLOCK} x {BLOCK} have F32{list(count_blocks(weight.shape))}",
             hint="the weights are damaged, or of another block size",
         )
+    import numpy as np
+
     values = scales.data.view(np.float32)
     if not np.isfinite(values).all():
         index = np.unravel_index(int(np.argmin(np.isfinite(values))), scales.shape)
@@ -162,6 +163,8 @@ def _check_scales(name: str, weight: RawTensor, scales: RawTensor) -> None:
 
 
 def _check_piece(name: str, shape: tuple[int, ...], piece: npt.NDArray[np.uint8], start: int) -> None:
+    import numpy as np
+
     magnitude = piece & _NAN
     if piece.size and int(magnitude.max()) == _NAN:
         index = np.unravel_index(start + int(np.argmax(magnitude == _NAN)), shape)

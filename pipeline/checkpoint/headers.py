@@ -5,12 +5,12 @@ from __future__ import annotations
 from typing import TYPE_CHECKING
 
 from pipeline.checkpoint.folder import CONFIG, CheckpointFolder
-from pipeline.checkpoint.layouts import layout_for
+from pipeline.checkpoint.layouts import layout_for, matches_plainly
 from pipeline.checkpoint.layouts.scales import FP8
 from pipeline.errors import CheckpointError
 
 if TYPE_CHECKING:
-    from collections.abc import Iterable
+    from collections.abc import Iterable, Sequence
 
     from pipeline.checkpoint.layouts import Mapping
 
@@ -22,9 +22,12 @@ TOKENIZER = "tokenizer.json"
 def check_headers(folder: CheckpointFolder) -> None:
     """Raises CheckpointError, with file and tensor, where config.json and the weights are of two models: a layer or
     expert too few or too many, another shape, 16-bit weights that are said to be FP8; and where no tokenizer is."""
-    mappings, _ = layout_for(folder.architecture).match(folder.tensors, str(folder.path))
-    if folder.config.get("quantization_config") is not None:
-        from pipeline.checkpoint.block_scales import check_config  # numpy, which few checkpoints need
+    quantized = folder.config.get("quantization_config") is not None
+    mappings: Sequence[Mapping] = ()
+    if not matches_plainly(folder.architecture, folder.tensors, fp8_roles=FP8_ROLES if quantized else None):
+        mappings, _ = layout_for(folder.architecture).match(folder.tensors, str(folder.path))
+    if quantized:
+        from pipeline.checkpoint.block_scales import check_config
 
         check_config(folder.config, str(folder.path / CONFIG))
         _refuse_plain_weights(folder, mappings)

@@ -16,7 +16,7 @@ def parse_strict(text: bytes, *, unique: bool = True, fractions: bool = True) ->
     because it exhausts the stack; more than MAX_VALUES values because they exhaust memory. `fractions` False refuses
     numbers that are not written as integers.
     """
-    if sum(text.count(sign) for sign in (b",", b"[", b"{")) > MAX_VALUES:
+    if len(text) > MAX_VALUES and sum(text.count(sign) for sign in (b",", b"[", b"{")) > MAX_VALUES:
         raise ValueError(f"more than {MAX_VALUES} values")
     decoder = json.JSONDecoder(
         object_pairs_hook=_make_object if unique else None,

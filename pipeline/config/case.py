@@ -124,8 +124,8 @@ class Case:
     def chosen(self) -> tuple[LinearKind, ...]:
         """The linears that include and exclude leave; none where nothing becomes INT4."""
         rules = self.quantize.int4
-        left = [(kind, rules.list_chosen(kind)) for kind in self.kinds] if rules else []
-        return tuple(_describe(kind, names[0], len(names)) for kind, names in left if names)
+        left = [(kind, *rules.count_chosen(kind)) for kind in self.kinds] if rules else []
+        return tuple(_describe(kind, first, count) for kind, count, first in left if count)
 
     def matches(self, pattern: str) -> bool:
         """Whether a shell pattern names any linear."""

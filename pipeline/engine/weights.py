@@ -49,7 +49,7 @@ def estimate_weights(
         group = int4.pick_group(mapping.role, mapping.target_shape) if int4 else None
         if int4 and group:
             # Of a split model's experts, as many on each GPU.
-            quantized = len(int4.list_chosen(kind)) * count // kind.count
+            quantized = int4.count_chosen(kind)[0] * count // kind.count
             total += quantized * (elements // 2 + elements // group * e) // share
         # Routers run in float32, and their constants are widened when the engine is built.
         total += (count - quantized) * elements * (_FLOAT32 if mapping.role == "router" else e) // share

@@ -37,12 +37,16 @@ class Int4Rules:
         """The group of a linear [out, in], None where it stays 16-bit."""
         return pick_group(shape, self.group_size) if role in self.include and len(shape) == 2 else None
 
-    def list_chosen(self, kind: Kind) -> Sequence[str]:
-        """The tensors of a kind of linear that roles and patterns leave, whether a group divides them or not."""
+    def count_chosen(self, kind: Kind) -> tuple[int, str]:
+        """How many tensors of a kind of linear roles and patterns leave, whether a group divides them or not, and the
+        first of them. Names are listed only where there are patterns to hold against them."""
         if kind.first.role not in self.include:
-            return []
+            return 0, ""
+        if not self.exclude:
+            return kind.count, kind.first.target
         excludes = compile_patterns(self.exclude)
-        return [name for name in kind.names() if not excludes(name)]
+        left = [name for name in kind.names() if not excludes(name)]
+        return len(left), left[0] if left else ""
 
 
 def pick_group(shape: tuple[int, ...], wanted: int) -> int | None:

@@ -50,9 +50,9 @@ class Layout:
         layers for multi-token prediction."""
         return self._mappings
 
-    def layer_mappings(self, layer: int) -> list[Mapping]:
-        """The tensors of one decoder layer, without expanding the others."""
-        return list(self._expand_layer(_split_rows(self._rows)[1], layer))
+    def layer_mappings(self, layer: int, *, experts: int | None = None) -> list[Mapping]:
+        """The tensors of one decoder layer, without expanding the others; of the first `experts` only, where given."""
+        return list(self._expand_layer(_split_rows(self._rows)[1], layer, experts))
 
     def outer_mappings(self) -> list[Mapping]:
         """The tensors around the layers: embedding, final norm, head."""
@@ -78,7 +78,7 @@ class Layout:
         """
         present: list[Mapping] = []
         read: set[str] = set()
-        for mapping in self._mappings:
+        for mapping in self._iterate():
             missing = [name for name in mapping.sources if name not in tensors]
             if mapping.optional and len(missing) == len(mapping.sources):
                 continue
@@ -142,21 +142,25 @@ class Layout:
 
     @cached_property
     def _mappings(self) -> list[Mapping]:
-        before, layers, after = _split_rows(self._rows)
-        return [
-            *(self._expand(row, None, None) for row in before),
-            *chain.from_iterable(self._expand_layer(layers, layer) for layer in range(self.architecture.num_layers)),
-            *(self._expand(row, None, None) for row in after),
-            *self.mtp_mappings(),
-        ]
+        return list(self._iterate())
 
-    def _expand_layer(self, rows: list[Row], layer: int) -> Iterator[Mapping]:
+    def _iterate(self) -> Iterator[Mapping]:
+        """One by one: a config.json may speak of millions of tensors that no checkpoint has."""
+        before, layers, after = _split_rows(self._rows)
+        yield from (self._expand(row, None, None) for row in before)
+        yield from chain.from_iterable(
+            self._expand_layer(layers, layer) for layer in range(self.architecture.num_layers)
+        )
+        yield from (self._expand(row, None, None) for row in after)
+        yield from self.mtp_mappings()
+
+    def _expand_layer(self, rows: list[Row], layer: int, experts: int | None = None) -> Iterator[Mapping]:
         routed = self.architecture.is_routed(layer)
         for row in rows:
             if row.where != EXPERT and row.where != (DENSE if routed else ROUTED):
                 yield self._expand(row, layer, None)
         if routed and self.architecture.experts is not None:
-            for expert in range(self.architecture.experts.num_routed):
+            for expert in range(self.architecture.experts.num_routed if experts is None else experts):
                 for row in rows:
                     if row.where == EXPERT:
                         yield self._expand(row, layer, expert)
