@@ -89,8 +89,9 @@ class _Region:
     born: int = 0  # … at which something in it is made
     beside: int = 0  # … of the streams that run beside those of its buffers
 
-    def is_free(self, buffer: Buffer, beside: int) -> bool:
-        return not (buffer.life & self.life or 1 << buffer.born & self.beside or beside & self.born)
+    def is_free(self, life: int, born: int, beside: int) -> bool:
+        """For a buffer: bits of when it is alive, when it is made, and of the streams beside it."""
+        return not (life & self.life or born & self.beside or beside & self.born)
 
     def take(self, buffer: Buffer, beside: int) -> None:
         self.life |= buffer.life
@@ -104,8 +105,8 @@ def place(buffers: Iterable[Buffer]) -> Workspace:
     beside = _steps_beside(buffers)
     regions: list[_Region] = []
     for buffer in buffers:
-        others = beside.get(buffer.stream, 0)
-        region = next((region for region in regions if region.is_free(buffer, others)), None)
+        others, life, born = beside.get(buffer.stream, 0), buffer.life, 1 << buffer.born
+        region = next((region for region in regions if region.is_free(life, born, others)), None)
         if region is None:
             region = _Region(name=buffer.name, nbytes=_align(buffer.nbytes, _ALIGNMENT))
             regions.append(region)
