@@ -67,7 +67,7 @@ def write_sparse(path: Path, config: dict[str, Any], tensors: Header, shards: in
     for name, entry in tensors.items():
         files[min(done * shards // total, shards - 1)][name] = entry
         done += _count_bytes(*entry)
-    weight_map = {}
+    weight_map: dict[str, str] = {}
     for index, header in enumerate(files, 1):
         file = f"model-{index:05}-of-{shards:06}.safetensors"
         _write_header(path / file, header)
