@@ -14,7 +14,7 @@ from pipeline.stages.fingerprint import Fingerprint, Fingerprinter
 from pipeline.stages.graph import Selection, Stage, StageContext, check_order
 from pipeline.stages.plan import StagePlan, explain_run, plan_stages
 from pipeline.stages.run_folder import RunFolder
-from pipeline.stages.store import Partial, Store
+from pipeline.stages.store import NOT_FOUND, Partial, Store
 
 if TYPE_CHECKING:
     from collections.abc import Iterable, Mapping, Sequence
@@ -23,6 +23,10 @@ if TYPE_CHECKING:
     from pipeline.progress import Reporter
     from pipeline.stages.artifact import Artifact
     from pipeline.stages.store import Finding
+
+
+class NotShownError(StoreError):
+    """The store has a stage's result, and the run folder takes no link to it."""
 
 
 class Executor:
@@ -56,12 +60,17 @@ class Executor:
         Whenever it ends, by an error, Ctrl-C or a kill, the next run goes on at the last finished inner step.
         """
         selection = Selection.of(self.stages, start=start, until=until, force=force)
+        failure = "failed"
         try:
             prints = self._fingerprint_all()
-            self._unlink_stale(prints)
+            failure = "not reached"  # what the run folder refuses is no stage's failure
+            self._unlink_stale(selection, prints)
+            failure = "failed"
             return self._run(selection, prints)
         except BaseException as error:
-            self.progress.end("failed" if isinstance(error, Exception) else "stopped")
+            if isinstance(error, NotShownError):
+                failure = "cached, but not shown"
+            self.progress.end(failure if isinstance(error, Exception) else "stopped")
             raise
 
     def _run(self, selection: Selection, prints: Mapping[str, Fingerprint]) -> dict[str, Artifact]:
@@ -75,8 +84,9 @@ class Executor:
             finding, artifact = job.reuse()
             if index < selection.first and artifact is None:
                 start = self.stages[selection.first].name
+                reason = finding.reason if finding.reason == NOT_FOUND else f"needed and not usable: {finding.reason}"
                 raise StoreError(
-                    f"{stage.name} is needed and not in the store ({finding.reason}); --from {start} does not make it",
+                    f"{stage.name} is {reason}; --from {start} does not make it",
                     hint=f"run without --from, or with --from {stage.name}",
                 )
             made[stage.name] = artifact or job.make()
@@ -92,8 +102,9 @@ class Executor:
                     prints[stage.name] = fingerprinter.fingerprint(stage)
         return prints
 
-    def _unlink_stale(self, prints: Mapping[str, Fingerprint]) -> None:
-        for stage in self.stages:
+    def _unlink_stale(self, selection: Selection, prints: Mapping[str, Fingerprint]) -> None:
+        """Of the stages that the run is about; those after --until are left alone, with what they show."""
+        for stage in self.stages[: selection.last + 1]:
             found = prints.get(stage.name)
             if found is None or not self.folder.shows(stage.name, self.store.place(stage.name, found.digest)):
                 self.folder.unlink(stage.name)
@@ -124,8 +135,14 @@ class _Job:
             return finding, self._show(finding.artifact) if finding.artifact else None
 
     def _show(self, artifact: Artifact) -> Artifact:
-        self.folder.link(self.stage.name, artifact.path)
-        self._record("cached", artifact.seconds)
+        try:
+            self.folder.link(self.stage.name, artifact.path)
+        except StoreError as error:
+            raise NotShownError(f"{error.message}; {self.stage.name} is in {artifact.path}", hint=error.hint) from error
+        try:
+            self._record("cached", artifact.seconds)
+        except StoreError as error:  # a folder that is for reading only by now shows all the same what it should
+            self.progress.note(f"not recorded as cached: {error.message}")
         self.progress.end(f"cached, {format_amount(artifact.nbytes, 'B')}")
         return artifact
 

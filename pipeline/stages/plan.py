@@ -8,6 +8,7 @@ from typing import TYPE_CHECKING, Any, Literal
 from pipeline.progress import format_amount
 from pipeline.stages.change import explain_change
 from pipeline.stages.fingerprint import Fingerprint, Fingerprinter
+from pipeline.stages.store import NOT_FOUND
 
 if TYPE_CHECKING:
     from collections.abc import Mapping, Sequence
@@ -89,7 +90,7 @@ def _plan_stage(
 
 def explain_run(stage: str, found: Fingerprint, finding: Finding, previous: Mapping[str, Any]) -> list[str]:
     """Why the store has nothing to use under this fingerprint, seen from the last run of the same name."""
-    if finding.reason != "not in the store":
+    if finding.reason != NOT_FOUND:
         return [finding.reason]
     last = previous.get(stage)
     if last is None or (last["state"] == "begun" and last["fingerprint"] == found.digest):

@@ -1,7 +1,8 @@
 """`out/<name>/`: what a user looks at. A link per stage to the artifact of the current config, and `run.json`.
 
 A link is there only while it shows what the config as it is now makes: a run that stops half-way (a failed gate) leaves
-no link to an older package beside it. The artifacts themselves stay in the store.
+no link to an older package beside it. The stages after --until keep theirs: the run is not about them. The artifacts
+themselves stay in the store.
 """
 
 from __future__ import annotations

@@ -34,6 +34,7 @@ if TYPE_CHECKING:
 
 __all__ = ["Finding", "FolderWorkspace", "Partial", "Store", "Workspace"]
 
+NOT_FOUND = "not in the store"
 PARTIAL, TRASH = ".partial", ".trash-"
 SHORT = 32  # hex digits of the fingerprint in a folder's name; the whole one is in artifact.json
 
@@ -115,7 +116,7 @@ class Store:
                     raise DamagedError(f"{artifact.path} belongs to another fingerprint, {artifact.fingerprint}")
                 damage = artifact.find_damage(full=full)
             except FileNotFoundError:
-                return Finding(artifact=None, reason="not in the store")
+                return Finding(artifact=None, reason=NOT_FOUND)
             except DamagedError as error:
                 return Finding(artifact=None, reason=f"damaged: {error}")
         if damage is not None:

@@ -19,7 +19,7 @@ def test_options_reach_the_executor(workplace, toy_stages, invoke):
     assert invoke("engine", "small", "--until", "convert").stdout == "convert  out/small/convert\n"
     assert "working" in invoke("engine", "small", "--force", "convert", "--until", "convert").stderr
     assert "working" in invoke("engine", "small", "--set", "stages.convert.dtype=float16", "--until", "convert").stderr
-    with pytest.raises(StoreError, match="convert is needed"):
+    with pytest.raises(StoreError, match="convert is not in the store; --from package does not make it"):
         invoke("engine", "small", "--set", "stages.convert.dtype=float32", "--from", "package")
     with pytest.raises(ConfigError, match="no stage 'pack'"):
         invoke("engine", "small", "--from", "pack")

@@ -1,6 +1,8 @@
 import dataclasses
+import errno
 import json
 import os
+from pathlib import Path
 
 import pytest
 
@@ -121,7 +123,7 @@ def test_until_stops_after_and_from_does_not_run_before(tmp_path):
     assert run(config, until="copy")[0] == ALL[:STEPS]
     assert sorted(path.name for path in (config.output / "toy").iterdir()) == ["copy", "run.json"]
     assert states(config, start="link") == [("copy", "cached"), ("upper", "skipped"), ("link", "run")]
-    with pytest.raises(StoreError, match=r"upper is needed and not in the store .*--from link does not make it"):
+    with pytest.raises(StoreError, match=r"^upper is not in the store; --from link does not make it"):
         run(config, start="link")
     assert run(config, start="upper")[0] == ["upper", "link"]
     assert run(config, start="link")[0] == []
@@ -132,6 +134,51 @@ def test_until_leaves_later_links_of_the_same_config(tmp_path):
     run(config)
     run(config, until="copy")
     assert (config.output / "toy" / "link").is_symlink()
+    shown = (config.output / "toy" / "link").resolve()
+    other = make_config(tmp_path, copy={"suffix": "other"})
+    run(other, until="copy")  # of another config too: the run is not about it
+    assert (config.output / "toy" / "link").resolve() == shown
+
+
+@pytest.fixture
+def refuse_writing(monkeypatch):
+    """Makes drafts of the named kind fail as on a folder that is for reading only (tests may run as root)."""
+
+    def refuse(kind):
+        for name in ("write_text", "symlink_to"):
+            original = getattr(Path, name)
+
+            def method(path, *arguments, original=original, **options):
+                if path.name.startswith(kind):
+                    raise PermissionError(errno.EACCES, "Permission denied", str(path))
+                return original(path, *arguments, **options)
+
+            monkeypatch.setattr(Path, name, method)
+
+    return refuse
+
+
+def test_what_is_cached_and_shown_needs_no_writing(tmp_path, refuse_writing):
+    config = make_config(tmp_path)
+    run(config)
+    refuse_writing(".run-")
+    work, notes = run(config)
+    assert work == []
+    assert notes.outcomes == {"copy": "cached", "upper": "cached", "link": "cached"}
+    assert f"copy: not recorded as cached: {config.run_folder} is not writable for this user" in notes.lines
+
+
+def test_what_cannot_be_shown_is_no_stage_that_failed(tmp_path, refuse_writing):
+    config = make_config(tmp_path)
+    run(config)
+    (config.run_folder / "upper").unlink()
+    refuse_writing(".link-")
+    notes = Notes()
+    with pytest.raises(StoreError) as caught:
+        Executor(config, STAGES, notes).run()
+    assert caught.value.message.startswith(f"{config.run_folder} is not writable for this user; upper is in {tmp_path}")
+    assert notes.outcomes["upper"] == "cached"
+    assert notes.outcomes["copy"] == "cached"
 
 
 def test_force_makes_again_only_what_is_named_when_the_bytes_come_out_the_same(tmp_path):

@@ -1,0 +1,47 @@
+import errno
+import os
+from pathlib import Path
+
+import pytest
+
+from pipeline.errors import StoreError
+from pipeline.stages.disk import explain_disk_errors
+
+
+def explain(folder, error):
+    with pytest.raises(StoreError) as caught, explain_disk_errors(folder):
+        raise error
+    return caught.value.message
+
+
+@pytest.mark.parametrize("number", [errno.EACCES, errno.EPERM, errno.EROFS])
+@pytest.mark.parametrize("name", [".probe-1", ".run-2", "run.json", "a/b/c"])
+def test_names_the_folder_that_takes_no_files(tmp_path, number, name):
+    message = explain(tmp_path, OSError(number, os.strerror(number), str(tmp_path / name)))
+    assert message.split(" is ")[0] == str(tmp_path)
+
+
+def test_names_a_file_that_is_there(tmp_path):
+    (tmp_path / "run.json").touch()
+    error = PermissionError(errno.EACCES, "", str(tmp_path / "run.json"))
+    assert explain(tmp_path, error).split(" is ")[0] == str(tmp_path / "run.json")
+    (tmp_path / ".draft").touch()
+    assert explain(tmp_path, PermissionError(errno.EACCES, "", str(tmp_path / ".draft"))).startswith(f"{tmp_path} is ")
+
+
+def test_the_current_folder_has_a_name(tmp_path, monkeypatch):
+    monkeypatch.chdir(tmp_path)
+    assert explain(Path("out"), PermissionError(errno.EACCES, "", "out")).startswith(f"{tmp_path} is not writable")
+
+
+def test_a_folder_that_cannot_be_made():
+    folder = Path("/proc/trtseek/out")
+    with pytest.raises(StoreError) as caught, explain_disk_errors(folder):
+        folder.mkdir(parents=True)
+    message = caught.value.message
+    assert message == "/proc/trtseek cannot be made there"
+
+
+def test_a_file_that_is_gone_is_no_trouble_of_the_disk(tmp_path):
+    with pytest.raises(FileNotFoundError), explain_disk_errors(tmp_path):
+        (tmp_path / "gone").read_bytes()
