@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import contextlib
 import errno
-import os
 import shutil
 from pathlib import Path
 from typing import TYPE_CHECKING
@@ -68,7 +67,7 @@ def _explain(error: BaseException, path: Path, needed: int, only_under: Path | N
         if only_under is not None and not (named.is_relative_to(only_under) or only_under.is_relative_to(named)):
             return None
         return StoreError(
-            f"{_culprit(named, error.errno)} {refused[error.errno]}",
+            f"{_culprit(named)} {refused[error.errno]}",
             hint="set `output:` to a folder that can be written to, or mend this one and run again",
         )
     return None
@@ -87,14 +86,8 @@ def _existing(path: Path) -> Path:
     return next((p for p in (path, *path.parents) if p.exists()), Path("/"))
 
 
-def _culprit(path: Path, number: int) -> Path:
-    """The file that stands where a folder should be, or the folder that takes no files, else the path itself. Never a
-    file of the program's own, which has a name that no user knows (.draft-…)."""
+def _culprit(path: Path) -> Path:
+    """The file that stands where a folder should be, else the path itself; for a file of the program's own, which has a
+    name that no user knows (.draft-…), the folder it is in."""
     blocked = next((p for p in reversed(path.parents) if p.exists() and not p.is_dir()), None)
-    if blocked is not None:
-        return blocked
-    if number not in (errno.EACCES, errno.EPERM, errno.EROFS):
-        return path
-    if path.name.startswith(".") or not os.path.lexists(path):
-        path = _existing(path.parent)
-    return path if path.name else Path.cwd()
+    return blocked or (path.parent if path.name.startswith(".") else path)

@@ -15,23 +15,16 @@ def explain(folder, error):
 
 
 @pytest.mark.parametrize("number", [errno.EACCES, errno.EPERM, errno.EROFS])
-@pytest.mark.parametrize("name", [".probe-1", ".run-2", "run.json", "a/b/c"])
-def test_names_the_folder_that_takes_no_files(tmp_path, number, name):
+@pytest.mark.parametrize("name", [".probe-1", ".run-2"])
+def test_names_the_folder_that_the_user_knows(tmp_path, number, name):
     message = explain(tmp_path, OSError(number, os.strerror(number), str(tmp_path / name)))
     assert message.split(" is ")[0] == str(tmp_path)
 
 
-def test_names_a_file_that_is_there(tmp_path):
-    (tmp_path / "run.json").touch()
-    error = PermissionError(errno.EACCES, "", str(tmp_path / "run.json"))
-    assert explain(tmp_path, error).split(" is ")[0] == str(tmp_path / "run.json")
-    (tmp_path / ".draft").touch()
-    assert explain(tmp_path, PermissionError(errno.EACCES, "", str(tmp_path / ".draft"))).startswith(f"{tmp_path} is ")
-
-
-def test_the_current_folder_has_a_name(tmp_path, monkeypatch):
-    monkeypatch.chdir(tmp_path)
-    assert explain(Path("out"), PermissionError(errno.EACCES, "", "out")).startswith(f"{tmp_path} is not writable")
+def test_names_what_the_user_knows_itself(tmp_path):
+    for name in ("run.json", "out"):
+        error = PermissionError(errno.EACCES, "", str(tmp_path / name))
+        assert explain(tmp_path, error).split(" is ")[0] == str(tmp_path / name)
 
 
 def test_a_folder_that_cannot_be_made():
