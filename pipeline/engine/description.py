@@ -8,6 +8,7 @@ from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any
 
+from pipeline.engine.document import read_document
 from pipeline.engine.limits import BuildLimits
 from pipeline.errors import BuildError, CompatibilityError
 from pipeline.network.spec import NetworkSpec
@@ -98,14 +99,7 @@ def load_description(path: Path) -> EngineDescription:
     """Reads an `engine.json`, or the one in a folder. Raises BuildError where it is missing, damaged or newer."""
     path = path / DESCRIPTION if path.is_dir() else path
     hint = "run the build stage again"
-    try:
-        values = json.loads(path.read_text(encoding="utf-8"))
-    except OSError as error:
-        raise BuildError(f"{path}: {error.strerror}", hint=hint) from None
-    except ValueError as error:
-        raise BuildError(f"{path}: not JSON: {error}", hint=hint) from None
-    if not isinstance(values, dict) or values.pop("format", None) != FORMAT:
-        raise BuildError(f"{path}: not an engine description of format {FORMAT}", hint=hint)
+    values = read_document(path, kind="an engine description", version=FORMAT, hint=hint)
     try:
         return _from_json(values)
     except (KeyError, TypeError, ValueError, AttributeError, CompatibilityError) as error:

@@ -13,6 +13,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
+from pipeline.engine.document import read_document
 from pipeline.errors import BuildError
 from pipeline.network.placeholders import Placeholder
 
@@ -47,14 +48,7 @@ def load_refit_list(path: Path) -> RefitList:
     """Reads a refit.json, or the one in a folder. Raises BuildError where it is missing or damaged."""
     path = path / REFIT_LIST if path.is_dir() else path
     hint = "build the engine again with stages.build.weights: stripped"
-    try:
-        values = json.loads(path.read_text(encoding="utf-8"))
-    except OSError as error:
-        raise BuildError(f"{path}: {error.strerror}", hint=hint) from None
-    except ValueError as error:
-        raise BuildError(f"{path}: not JSON: {error}", hint=hint) from None
-    if not isinstance(values, dict) or values.get("format") != FORMAT:
-        raise BuildError(f"{path}: not a refit list of format {FORMAT}", hint=hint)
+    values = read_document(path, kind="a refit list", version=FORMAT, hint=hint)
     try:
         constants = tuple(map(_read_constant, values["constants"]))
         return RefitList(network_digest=str(values["network_digest"]), constants=constants)
