@@ -190,7 +190,9 @@ def main() -> int:
     parser.add_argument("--rounds", type=int, default=7)
     parser.add_argument("--head", default="Q8_0", help="llama.cpp's type of head and embedding: Q8_0, BF16, Q4_0")
     parser.add_argument("--peers", type=Path, default=Path("out/peers"), help="where environments and files go")
+    parser.add_argument("--threads", type=int, default=torch.get_num_threads(), help="of each side")
     options = parser.parse_args()
+    torch.set_num_threads(options.threads)
 
     from benchmarks.gguf_file import write_gguf
 
@@ -199,14 +201,14 @@ def main() -> int:
     file = options.peers / f"llama-250m-{options.head}.gguf"
     write_gguf(file, model.state_dict(), CONFIG, linears="Q4_0", head=options.head)
     runner = InterpreterRunner(llama.read_program(model, CONFIG, int4=True), mode="fast")
-    peer = LlamaCpp(file, options.peers / "xllamacpp", torch.get_num_threads())
+    peer = LlamaCpp(file, options.peers / "xllamacpp", options.threads)
     sides: dict[str, Side] = {
         "interpreter": run_interpreter(runner),
         "transformers": run_transformers(model),
         "llama.cpp": peer,
     }
     parameters = sum(parameter.numel() for parameter in model.parameters())
-    print(json.dumps({"parameters": parameters, "threads": torch.get_num_threads(), "llama.cpp": peer.system}))
+    print(json.dumps({"parameters": parameters, "threads": options.threads, "llama.cpp": peer.system}))
     try:
         met = True
         for case in CASES:

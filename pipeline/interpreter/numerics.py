@@ -5,8 +5,8 @@ implementation in fp32 is the order of sums; and that order is the same in any c
 not depend, to the last bit, on the batch, the chunks or the padding it runs in. `declared`: every tensor is rounded to
 the type the network declares for it, as TensorRT's strong typing does; sums still accumulate in fp32, as its kernels
 do. `fast`: 16-bit floats are all bf16, the one that x86 multiplies fast; kernels are chosen by the number of rows;
-what a fused kernel keeps wider than declared stays so, and attention over one query rounds scores and probabilities to
-bf16, as transformers' eager attention does. Integers, booleans and quantized types are the same in all.
+what a fused kernel keeps wider than declared stays so, and attention may round scores and probabilities to bf16, as
+transformers' eager attention does. Integers, booleans and quantized types are the same in all.
 """
 
 from __future__ import annotations

@@ -14,10 +14,10 @@ from pipeline.interpreter.operations.site import Kernel, Site
 
 # Exact mode: keys come in multiples of this, so that a row's softmax adds in one order, however far it is padded.
 KEYS = 64
-# Fast mode: with so few queries over so many keys, plain products, whose scores and probabilities are rounded to 16
-# bits, are two to three times as fast as torch's fused attention, whose kernel is made for many queries.
-FEW_QUERIES, MANY_KEYS = 1, 256
 MOST_SCORES = 1 << 24  # of a layer held at once in exact mode, 64 MiB
+# Fast mode: between these numbers of scores per head, and in all, plain products are up to three times as fast as
+# torch's fused attention. They round scores and probabilities to bf16, as transformers' eager attention does.
+FEWEST_PLAIN, MOST_PLAIN = 1 << 8, 1 << 24
 
 
 def compile_cache_rows(site: Site) -> Kernel:
@@ -57,9 +57,10 @@ def compile_attend(site: Site) -> Kernel:
         batch, _, queries, width = q.shape
         if heads != kv_heads:
             q = q.reshape(batch, kv_heads, -1, width)
-        if fast and queries <= FEW_QUERIES and batch * k.shape[2] >= MANY_KEYS:
-            scores = torch.matmul(q, k.transpose(-1, -2)).float().add_(bias)
-            result = torch.matmul(torch.softmax(scores, dim=-1).to(held), v)
+        scores_per_head = batch * queries * k.shape[2]
+        if fast and scores_per_head >= FEWEST_PLAIN and scores_per_head * heads <= MOST_PLAIN:
+            scores = torch.matmul(q, k.transpose(-1, -2)).add_(bias)
+            result = torch.matmul(torch.softmax(scores, dim=-1), v)
             return result if heads == kv_heads else result.reshape(batch, heads, queries, -1)
         if inner is not held:
             same = k is v

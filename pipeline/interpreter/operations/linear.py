@@ -12,9 +12,9 @@ from torch import Tensor
 from pipeline.interpreter.operations.products import compile_matrix_multiply, steady_rows
 from pipeline.interpreter.operations.site import Kernel, Site
 
-# Rows up to which torch's INT4 kernel beats the dequantized product (measured with AVX-512; it unpacks anew for every
-# few rows), and what it takes.
-FEW_ROWS, KERNEL_GROUPS, KERNEL_COLUMNS = 4, (32, 64, 128, 256), 16
+# Rows up to which torch's INT4 kernel beats the product with dequantized weights (it unpacks anew for every few rows,
+# but reads a quarter of the memory): about the same with AVX-512 bf16 and with AMX. And what it takes.
+FEW_ROWS, KERNEL_GROUPS, KERNEL_COLUMNS = 8, (32, 64, 128, 256), 16
 
 
 def compile_linear(site: Site) -> Kernel:
