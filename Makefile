@@ -8,31 +8,35 @@ BIN := $(VENV)/bin
 READY := $(VENV)/.ready
 
 .DEFAULT_GOAL := help
-.PHONY: help engine serve query plan status test test-slow check checkpoints smollm2 bench lock clean
+.PHONY: help engine serve query plan validate status test test-slow check checkpoints smollm2 bench lock clean
 
 help: ## list the targets
 	@awk -F ':.*## ' '/^[a-z0-9-]+:.*## / {printf "  make %-12s %s\n", $$1, $$2}' $(MAKEFILE_LIST)
 
 $(READY): requirements.lock pyproject.toml
+	@echo "installing into $(VENV): about 2 GB, some minutes"
 	test -x $(BIN)/python || $(PYTHON) -m venv $(VENV)
-	$(BIN)/pip install --quiet --disable-pip-version-check -r requirements.lock
-	$(BIN)/pip install --quiet --disable-pip-version-check --no-deps --editable .
+	$(BIN)/pip install -qq --disable-pip-version-check -r requirements.lock
+	$(BIN)/pip install -qq --disable-pip-version-check --no-deps --editable .
 	touch $@
 
 engine: $(READY) ## run every stage of CONFIG=a100-int4.yaml that is not cached
-	$(BIN)/trtseek engine $(CONFIG)
+	$(BIN)/trtseek engine "$(CONFIG)"
 
 serve: $(READY) ## serve CONFIG with Triton until Ctrl-C, made first if it is not there
-	$(BIN)/trtseek serve $(CONFIG)
+	$(BIN)/trtseek serve "$(CONFIG)"
 
 query: $(READY) ## ask the running server: make query PROMPT="def quicksort("
 	$(BIN)/trtseek query "$$PROMPT"
 
 plan: $(READY) ## say what `make engine CONFIG=…` would run, and whether it fits the GPU
-	$(BIN)/trtseek plan $(CONFIG)
+	$(BIN)/trtseek plan "$(CONFIG)"
+
+validate: $(READY) ## check CONFIG against its schema, its model and its target
+	$(BIN)/trtseek validate "$(CONFIG)"
 
 status: $(READY) ## say which stages of CONFIG are done
-	$(BIN)/trtseek status $(CONFIG)
+	$(BIN)/trtseek status "$(CONFIG)"
 
 test: $(READY) ## run the tests
 	GOMP_SPINCOUNT=0 OMP_NUM_THREADS=1 $(BIN)/pytest -n 2 --dist loadfile

@@ -159,13 +159,13 @@ class _Job:
 
     def _pieces(self, part: str, target: str, lost: Losses) -> Iterator[npt.NDArray[Any]]:
         """The bytes of one source tensor in the target's type."""
-        raw = self.source.read(part)
+        raw, name = self.source.read(part), f"{self.source.file_of(part)}: {part}"
         if target == FP8:
-            return iterate_kept(part, raw)
+            return iterate_kept(name, raw)
         if raw.dtype == FP8:
-            tiles = iterate_tiles(part, raw, self.source.read(source_scale(part)))
-            return self.casters[target].run_values(part, tiles, lost)
-        return self.casters[target].run(part, raw, lost)
+            tiles = iterate_tiles(name, raw, self.source.read(source_scale(part)))
+            return self.casters[target].run_values(name, tiles, lost)
+        return self.casters[target].run(name, raw, lost)
 
     def _refuse_overflow(self, losses: ShardLosses) -> None:
         """Looks at every remaining tensor, so that the message names the worst of all, and raises."""
@@ -175,10 +175,11 @@ class _Job:
             self._pass(name, losses, None)
         worst = max(losses, key=lambda name: losses[name].largest)
         count = sum(1 for each in losses.values() if each.overflow)
+        tensors = "1 tensor does" if count == 1 else f"{count} tensors do"
+        values = "1 value" if losses[worst].overflow == 1 else f"{losses[worst].overflow} values"
         raise CheckpointError(
-            f"{self.source.path}: {count} tensors do not fit {DTYPES[self.types[worst]][1]}; worst is "
-            f"{' + '.join(self.mappings[worst].sources)} with {losses[worst].overflow} values out of range, up to "
-            f"{losses[worst].largest:.6g}",
+            f"{self.source.path}: {tensors} not fit {DTYPES[self.types[worst]][1]}; worst is "
+            f"{' + '.join(self.mappings[worst].sources)} with {values} out of range, up to {losses[worst].largest:.6g}",
             hint="set stages.convert.dtype to bfloat16, or stages.convert.overflow to clip if saturating them is meant",
         )
 

@@ -99,7 +99,7 @@ def _check_compiler(_: Path) -> Iterator[Finding]:
         subject="C compiler",
         found=compiler or "none",
         verdict="ok" if compiler else "warning",
-        advice="" if compiler else "the interpreter's kernels are compiled on first use: install gcc or clang",
+        advice="" if compiler else "needed only by a library that has no wheel for this Python: gcc or clang",
     )
 
 

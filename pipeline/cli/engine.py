@@ -26,10 +26,16 @@ def command(
 
     config = read_config(config_file, overrides)
     reporter = make_reporter()
-    for note in check_source(config).notes:
+    source = check_source(config)
+    for note in source.host_notes:  # before hours of work that ends here
         reporter.note(note)
-    made = Executor(config, load_stages(), reporter).run(start=start, until=until, force=force)
+    executor = Executor(config, load_stages(), reporter)
+    made = executor.run(start=start, until=until, force=force)
     folder = config.run_folder
     width = max(map(len, made), default=0)
     for stage in made:
         click.echo(f"{stage.ljust(width)}  {folder / stage}")
+    outcomes = executor.folder.read()
+    if any(outcomes.get(stage, {}).get("state") == "made" for stage in made):  # told once: `plan` says it again
+        for note in source.notes:
+            click.echo(f"note: {note}", err=True)

@@ -74,7 +74,7 @@ def cli() -> None:
 def main(arguments: Sequence[str] | None = None) -> NoReturn:
     """Runs the command line and leaves with its exit code."""
     signal.signal(signal.SIGTERM, _terminate)
-    if (sys.argv[1:] if arguments is None else arguments)[:1] in ([verb] for verb in QUICK):
+    if list(sys.argv[1:] if arguments is None else arguments)[:1] in [[verb] for verb in QUICK]:
         gc.disable()
     try:
         code = _run(list(arguments) if arguments is not None else None)

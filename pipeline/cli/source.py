@@ -17,10 +17,11 @@ if TYPE_CHECKING:
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class CheckedSource:
-    """`notes`: what a user must know about a combination that works."""
+    """`notes`: what a user must know about a combination that works, `host_notes` among them: what this host lacks."""
 
     folder: CheckpointFolder
     notes: tuple[str, ...]
+    host_notes: tuple[str, ...]
 
 
 def check_source(config: Config, *, buildable: bool = True) -> CheckedSource:
@@ -39,7 +40,8 @@ def check_source(config: Config, *, buildable: bool = True) -> CheckedSource:
     check_headers(folder)
     notes = check(config, folder.architecture, folder.tensors)
     _check_texts(config)
-    return CheckedSource(folder=folder, notes=(*notes, *list_host_notes(config)))
+    host_notes = list_host_notes(config)
+    return CheckedSource(folder=folder, notes=(*notes, *host_notes), host_notes=host_notes)
 
 
 def _check_model(config: Config) -> None:

@@ -82,6 +82,8 @@ def _suggest(item: Mapping[str, Any], path: tuple[str | int, ...]) -> str:
         return f"did you mean {near[0]}?" if near else ""
     if item["type"] in ("int_type", "float_type", "bool_type") and isinstance(item["input"], str):
         return f"write {item['loc'][-1]} without quotes; only true and false are truth values"
+    if item["type"] == "string_pattern_mismatch" and path == ("name",):
+        return "set name: to letters, digits, '.', '_' and '-'; where it is left out the file's own name is taken"
     if item["type"] == "model_type" and item["input"] is None:
         return f"{item['loc'][-1]} is empty: give it settings or leave it out"
     return str(item.get("ctx", {}).get("hint", ""))

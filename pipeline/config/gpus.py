@@ -75,8 +75,10 @@ def find_gpu(name: str) -> GPU:
     if (gpu := keys.get(_fold(name))) is not None:
         return gpu
     near = difflib.get_close_matches(_fold(name), keys, n=4, cutoff=0.5)
-    names = list(dict.fromkeys(keys[key].name for key in near)) or list(load_gpus())
-    raise ConfigError(f"no GPU is called {name!r}", hint=f"known names: {', '.join(names)}")
+    names = list(dict.fromkeys(keys[key].name for key in near))
+    every = f"known names: {', '.join(load_gpus())}"
+    hint = f"nearest names: {', '.join(names)}; `trtseek schema` lists all" if names else every
+    raise ConfigError(f"no GPU is called {name!r}", hint=hint)
 
 
 def _fold(name: str) -> str:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import difflib
 import json
+import re
 from collections.abc import Sequence
 from pathlib import Path
 
@@ -17,6 +18,8 @@ from pipeline.errors import ConfigError
 FOLDER = Path("configs")
 # Enough for any honest composition; stops files that extend each other twice per level.
 MAX_FILES = 64
+# What is wrong with a file that is there to be extended, and nothing else.
+UNNAMED = {("missing", ("model",)), ("missing", ("target",))}
 
 
 def load_config(path: str | Path, overrides: Sequence[str] = ()) -> Config:
@@ -35,6 +38,12 @@ def load_config(path: str | Path, overrides: Sequence[str] = ()) -> Config:
         # Through JSON, because pydantic's strict mode takes lists for tuples and strings for paths only there.
         config = Config.model_validate_json(json.dumps(tree.plain()))
     except ValidationError as error:
+        problems = {(item["type"], item["loc"]) for item in error.errors()}
+        if problems == UNNAMED and (others := _list_extending(file)):
+            raise ConfigError(
+                f"{_show(file)}: names no model and no target: it is there for others to extend",
+                hint=f"{', '.join(others)} do; or write one of your own with extends: {file.name}",
+            ) from None
         raise explain(error, tree) from None
     config.remember_origins({_join(key): str(origin) for key, origin in tree.walk()})
     return config
@@ -91,14 +100,23 @@ class _Composer:
         for name in _list_names(extends):
             base = file.parent / name.value
             if not base.is_file():
+                near = difflib.get_close_matches(base.name, [other.name for other in base.parent.glob("*.yaml")], n=1)
+                question = f"did you mean {Path(name.value).with_name(near[0])}? " if near else ""
                 raise ConfigError(
                     f"{name.origin}: extends: {name.value}: there is no such file",
-                    hint=f"the name is relative to the folder of {shown}",
+                    hint=f"{question}It was looked for in {base.parent.resolve()}: extends: is relative to its file",
                 )
             tree = self.read(base, (*chain, resolved))
             tree.value.pop("name", None)  # inherited, two configs would write to one output folder
             result = result.merge(tree)
         return result.merge(document)
+
+
+def _list_extending(file: Path) -> list[str]:
+    """The files beside `file` that extend it."""
+    line = re.compile(rf"^extends:.*(?<![\w./-]){re.escape(file.name)}(?![\w./-])", re.MULTILINE)
+    others = sorted(other for other in file.parent.glob("*.yaml") if other.name != file.name)
+    return [other.name for other in others if line.search(other.read_text(encoding="utf-8", errors="replace"))]
 
 
 def _list_names(extends: Located | None) -> list[Located]:

@@ -19,7 +19,7 @@ def load() -> Any:
         import tensorrt_rtx
     except ImportError as error:
         raise BuildError(
-            f"TensorRT-RTX cannot be imported: {error}", hint="run `make setup`, or `pip install tensorrt-rtx`"
+            f"TensorRT-RTX cannot be imported: {error}", hint="`pip install tensorrt-rtx`, or `make` with a fresh .venv"
         ) from error
     return tensorrt_rtx
 

@@ -88,7 +88,8 @@ class Graph:
         tensor = self._add(name, layer)
         named = self.network.set_weights_name(layer.weights, tensor.name)
         if not named or not self.network.mark_weights_refittable(tensor.name):
-            raise BuildError(f"TensorRT takes no weights for {tensor.name} later", hint="use weights: full")
+            problem = f"TensorRT takes no weights for {tensor.name} later"
+            raise BuildError(problem, hint="set stages.build.weights: full")
         self.placeholders.take(tensor.name, constant, dtype, tuple(shape))
         return tensor
 

@@ -165,6 +165,31 @@ def test_overflow_is_refused_naming_the_worst(tmp_path: Path) -> None:
     assert convert(path, tmp_path / "wide", dtype="bfloat16").overflow == {}
 
 
+def test_one_value_out_of_range_is_one(tmp_path: Path) -> None:
+    def enlarge(tensors: fixtures.Tensors) -> None:
+        tensors["model.norm.weight"][0] = 7e4
+
+    path = fixtures.llama(tmp_path / "hf", edit=enlarge)
+    with pytest.raises(CheckpointError, match=r"1 tensor does not fit float16; .* with 1 value out of range"):
+        convert(path, tmp_path / "engine", dtype="float16")
+
+
+@pytest.mark.parametrize("value", [float("nan"), float("-inf")])
+@pytest.mark.parametrize("dtype", ["float16", None])
+def test_what_is_not_finite_is_named_with_its_shard(tmp_path: Path, value: float, dtype: str | None) -> None:
+    name = "model.layers.1.mlp.up_proj.weight"
+
+    def spoil(tensors: fixtures.Tensors) -> None:
+        tensors[name][2, 3] = value
+
+    path = fixtures.llama(tmp_path / "hf", edit=spoil)
+    index = json.loads((path / "model.safetensors.index.json").read_text())["weight_map"]
+    with pytest.raises(CheckpointError) as caught:
+        convert(path, tmp_path / "engine", dtype=dtype)
+    assert caught.value.message.startswith(f"{path / index[name]}: {name} ")
+    assert "[2, 3]" in caught.value.message
+
+
 def test_overflow_is_clipped_and_counted_where_asked(tmp_path: Path) -> None:
     path = fixtures.llama(tmp_path / "hf", edit=overflow_two)
     report = convert(path, tmp_path / "engine", dtype="float16", overflow="clip")

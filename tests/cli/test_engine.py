@@ -50,3 +50,22 @@ def test_cached_run_imports_nothing_heavy_and_is_quick(workplace, cpu_seconds):
     )
     cpu_seconds("-c", script, "first", runs=1)
     assert cpu_seconds("-c", script) < 1.5
+
+
+def test_notes_come_once_after_what_was_made(workplace, toy_stages, invoke):
+    a100 = ("small", "--set", "target.gpu=A100-80GB")
+    note = "note: TensorRT-RTX takes SM80 as a build target"
+    first = invoke("engine", *a100).stderr
+    assert first.splitlines()[-1].startswith(note)
+    assert note not in invoke("engine", *a100).stderr
+    for verb in ("plan", "validate"):
+        assert note in invoke(verb, *a100).stdout
+    refused = invoke("status", *a100)
+    assert note not in refused.stdout + refused.stderr
+
+
+def test_what_this_host_lacks_is_said_before_the_work(workplace, toy_stages, invoke, monkeypatch):
+    monkeypatch.setattr("pipeline.engine.tensorrt.list_device_sms", list)
+    lines = invoke("engine", "small", "--set", "target.backend=tensorrt").stderr.splitlines()
+    assert "this host has not" in lines[0]
+    assert "working" in "".join(lines[1:])

@@ -250,9 +250,36 @@ def test_every_example_loads_and_has_the_modeline(file, monkeypatch):
     assert (file.parent / first.partition("$schema=")[2]).is_file()
     if file.name == "base.yaml":  # only to be extended: it names no model
         error = refuse(file)
-        assert {line.partition(": ")[2] for line in error.message.splitlines()} == {
-            "model: is missing",
-            "target: is missing",
-        }
+        assert error.message.endswith("names no model and no target: it is there for others to extend")
     else:
         assert load_config(file.name).name == file.stem
+
+
+def test_a_missing_base_has_a_nearest_name_and_a_place(folder, tmp_path):
+    folder("configs/base.yaml", MINIMAL)
+    folder("configs/mine.yaml", "extends: bse.yaml\n")
+    error = refuse("mine")
+    assert error.message == "configs/mine.yaml:1: extends: bse.yaml: there is no such file"
+    assert error.hint.startswith("did you mean base.yaml? ")
+    assert str(tmp_path / "configs") in error.hint
+
+
+def test_a_base_is_said_to_be_one(folder):
+    folder("configs/base.yaml", "output: out\n")
+    folder("configs/a.yaml", "extends: base.yaml\n" + MINIMAL)
+    folder("configs/b.yaml", "extends: [other.yaml, base.yaml]\n" + MINIMAL)
+    folder("configs/c.yaml", "extends: database.yaml\n" + MINIMAL)
+    error = refuse("base")
+    assert error.message == "configs/base.yaml: names no model and no target: it is there for others to extend"
+    assert error.hint.startswith("a.yaml, b.yaml do")
+    folder("configs/alone.yaml", "output: out\n")
+    assert "alone.yaml:1: model: is missing" in refuse("alone").message
+
+
+def test_a_file_name_that_is_no_name(folder):
+    folder("my config.yaml", MINIMAL)
+    error = refuse("my config.yaml")
+    assert "name: must match" in error.message
+    assert error.hint.startswith("set name: ")
+    folder("my config.yaml", "name: mine\n" + MINIMAL)
+    assert load_config("my config.yaml").name == "mine"
