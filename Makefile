@@ -14,7 +14,7 @@ help: ## list the targets
 	@awk -F ':.*## ' '/^[a-z0-9-]+:.*## / {printf "  make %-12s %s\n", $$1, $$2}' $(MAKEFILE_LIST)
 
 $(READY): requirements.lock pyproject.toml
-	@echo "installing into $(VENV): about 2 GB, some minutes"
+	@test -x $(BIN)/python || echo "installing into $(VENV): about 2 GB, some minutes"
 	test -x $(BIN)/python || $(PYTHON) -m venv $(VENV)
 	$(BIN)/pip install -qq --disable-pip-version-check -r requirements.lock
 	$(BIN)/pip install -qq --disable-pip-version-check --no-deps --editable .
