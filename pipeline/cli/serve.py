@@ -112,9 +112,12 @@ def _run(supervisor: Supervisor) -> None:
         for number in (signal.SIGINT, signal.SIGTERM, signal.SIGHUP):
             signal.signal(number, stop)
         address, gate = supervisor.server.addresses, supervisor.gate
-        click.echo(
-            f"ready: gRPC {address.host}:{address.grpc}, HTTP {gate.host}:{gate.port}, metrics {address.metrics}"
-        )
+        places = {
+            "gRPC": f"{address.host}:{address.grpc}",
+            "HTTP": f"{gate.host}:{gate.port}",
+            "metrics": f"{address.host}:{address.metrics}",
+        }
+        click.echo("ready: " + ", ".join(f"{what} at {place}" for what, place in places.items()))
         supervisor.run()
         click.echo("stopping", err=True)
     finally:

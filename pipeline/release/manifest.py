@@ -84,7 +84,10 @@ def write_manifest(
         "engine_digest": engine["digest"],
         "gates": verification["gates"],
         "libraries": {name: version for name in LIBRARIES if (version := _find_version(name))},
-        "config": config.model_dump(mode="json", exclude={"output", "store"}),  # where it was made does not matter
+        # Where it was made does not matter, nor whether it was tried in a server.
+        "config": config.model_dump(
+            mode="json", exclude={"output": True, "store": True, "stages": {"package": {"check"}}}
+        ),
         "files": {name: {"sha256": sums[name], "size": (folder / name).stat().st_size} for name in files},
     }
     text = json.dumps(manifest, indent=2, ensure_ascii=False, allow_nan=False) + "\n"

@@ -23,13 +23,14 @@ def _sources(config: Config) -> Mapping[str, Sequence[Path]]:
 
 
 def _parameters(config: Config) -> Mapping[str, Any]:
-    """Everything: the manifest carries the resolved config."""
-    return config.model_dump(mode="json", exclude={"output", "store"})
+    """Everything: the manifest carries the resolved config. Not whether the package is tried: that changes no byte."""
+    return config.model_dump(mode="json", exclude={"output": True, "store": True, "stages": {"package": {"check"}}})
 
 
 def _run(context: StageContext) -> None:
     from pipeline.engine.description import DESCRIPTION
     from pipeline.release.manifest import write_manifest
+    from pipeline.stages.package_check import check_package
     from pipeline.triton.repository import emit_repository
 
     folder = context.workspace.path
@@ -51,11 +52,12 @@ def _run(context: StageContext) -> None:
         checkpoint_config=json.loads((checkpoint / "config.json").read_text(encoding="utf-8")),
         progress=context.progress,
     )
+    check_package(context, folder, checkpoint)
 
 
 STAGE = Stage(
     name="package",
-    version=1,
+    version=2,
     run=_run,
     inputs=("convert", "quantize", "verify", "build"),
     sources=_sources,

@@ -2,12 +2,13 @@
 
 Two are known: `tritonserver` on PATH, as in NVIDIA's image, and the one that the wheel nvidia-pytriton carries, which
 is started directly. Triton's Python backend runs each Python model in a process of its own, the stub, which embeds the
-libpython it was built with and takes its packages from the first `python3` on PATH. So the stub must be of the same
-Python version as this process; PATH begins with this interpreter's folder; and, where this project is not installed but
-run from its folder (as with an editable installation), PYTHONPATH names that folder.
+libpython it was built with, and takes its packages from the first `python3` on PATH: so the stub must be of the same
+Python version as this process, and PATH begins with this interpreter's folder. The embedded interpreter is an isolated
+one, which ignores PYTHONPATH and all other PYTHON… variables. What stands there, and the folder of this project where
+it is run without being installed, is written into the server's own copy of the Python backend instead.
 
-In NVIDIA's image the same holds without this module: `python3 -m pip install trtseek` into the image's own Python, and
-the stub finds it; or PYTHONPATH names a folder that it was installed into.
+Without this module, as when NVIDIA's image is started with a command of its own, nothing but the first way is left:
+`python3 -m pip install trtseek` in the image, and a link in its backends to the package's backends/trtseek.
 """
 
 from __future__ import annotations
@@ -26,6 +27,8 @@ from pipeline.triton.errors import ServerError
 
 WHEEL = "nvidia-pytriton"
 STUB, LIBRARY, BACKEND_UTILS = "triton_python_backend_stub", "libtriton_python.so", "triton_python_backend_utils.py"
+# Every model imports Triton's utilities.
+SETTINGS = "import sys\n\nsys.path += "
 THIS_PYTHON = f"{sys.version_info.major}.{sys.version_info.minor}"
 
 
@@ -50,7 +53,6 @@ class Installation:
             # The stub's libpython must be this interpreter's: the loader's default may be another build of the version.
             "LD_LIBRARY_PATH": [str(folder) for folder in libraries],
             "PATH": [str(Path(sys.executable).parent)],
-            "PYTHONPATH": list(find_python_path()),
         }
         environment = dict(os.environ)
         for name, folders in paths.items():
@@ -66,11 +68,27 @@ class Installation:
         """
         python = folder / "python"
         python.mkdir(parents=True)
-        for source in (self.python_backend / LIBRARY, self.python_backend / BACKEND_UTILS, self.stub):
+        for source in (self.python_backend / LIBRARY, self.stub):
             shutil.copy(source, python / source.name)  # copied: Triton looks for the stub beside the library
+        utils = (self.python_backend / BACKEND_UTILS).read_text(encoding="utf-8")
+        (python / BACKEND_UTILS).write_text(f"{utils}\n\n{SETTINGS}{list(find_python_path())!r}\n", encoding="utf-8")
         for other in others:
             for backend in sorted(entry for entry in other.iterdir() if entry.is_dir()):
-                (folder / backend.name).symlink_to(backend.resolve(), target_is_directory=True)
+                mirror(backend, folder / backend.name)
+
+
+def mirror(source: Path, target: Path) -> None:
+    """Makes `target` what `source` is, of links to its files, but copies of its Python modules: Python writes compiled
+    ones beside them, and a package must stay what its checksums say."""
+    target.mkdir(parents=True)
+    for entry in sorted(source.iterdir()):
+        if entry.is_dir():
+            if entry.name != "__pycache__":
+                mirror(entry, target / entry.name)
+        elif entry.suffix == ".py":
+            shutil.copyfile(entry, target / entry.name)
+        else:
+            (target / entry.name).symlink_to(entry.resolve())
 
 
 def find_installation(binary: Path | None = None) -> Installation:
@@ -82,10 +100,12 @@ def find_installation(binary: Path | None = None) -> Installation:
 
 
 def find_python_path() -> tuple[str, ...]:
-    """What the stub's PYTHONPATH needs so that it imports this very project: nothing where it is installed."""
+    """Folders that this process imports from and the stub would not: those of PYTHONPATH, and this project's own where
+    it is not installed."""
     root = Path(pipeline.__file__).resolve().parents[1]
     installed = {Path(sysconfig.get_path(name)).resolve() for name in ("purelib", "platlib")}
-    return () if root in installed else (str(root),)
+    given = [str(Path(folder).resolve()) for folder in os.environ.get("PYTHONPATH", "").split(os.pathsep) if folder]
+    return tuple(dict.fromkeys([*given, *([] if root in installed else [str(root)])]))
 
 
 def _of_system(binary: Path) -> Installation:

@@ -1,6 +1,6 @@
 """Keeps one tritonserver: a process between it and who asked for it, so that nothing of it is ever left behind.
 
-    python -m pipeline.triton.keeper  < commands
+    python keeper.py  < commands          (it needs nothing but the standard library)
 
 The first line of standard input is the job as JSON. "stop SECONDS" ends the server gracefully, and so does the end of
 the input: whoever asked for the server may be killed, and then cannot clean up. Whatever the server leaves (stubs that

@@ -25,9 +25,11 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
+from pipeline.triton import keeper
 from pipeline.triton.errors import ServerError
-from pipeline.triton.installation import Installation
+from pipeline.triton.installation import Installation, mirror
 from pipeline.triton.processes import PREFIX, find_stubs, is_alive, remove_stale_memory
+from pipeline.triton.repository import ARTIFACTS
 
 LOOPBACK = "127.0.0.1"
 # Loading and unloading run code of the caller's choice, and shared memory and traces touch the host's files: only
@@ -92,6 +94,9 @@ class TritonServer:
         self._folder = Path(tempfile.mkdtemp(prefix="trtseek-triton-"))
         try:
             self.installation.link_backends(self._folder / "backends", *self.backends)
+            mirror(self.repository, self._models)
+            if (artifacts := self.repository.parent / ARTIFACTS).is_dir():  # which the models name by relative paths
+                (self._models.parent / ARTIFACTS).symlink_to(artifacts.resolve(), target_is_directory=True)
             self.log.parent.mkdir(parents=True, exist_ok=True)
             self._launch()
             self._wait_until_live(deadline)
@@ -165,7 +170,7 @@ class TritonServer:
             "shared_memory_prefix": self.prefix,
         }
         self._keeper = subprocess.Popen(
-            [sys.executable, "-m", "pipeline.triton.keeper"],
+            [sys.executable, keeper.__file__],
             stdin=subprocess.PIPE,
             stdout=subprocess.PIPE,
             text=True,
@@ -186,7 +191,7 @@ class TritonServer:
         guarded = ",".join(GUARDED_APIS)
         command = [
             str(self.installation.binary),
-            f"--model-repository={self.repository}",
+            f"--model-repository={self._models}",
             f"--backend-directory={self._folder / 'backends'}",
             "--model-control-mode=explicit",
             "--load-model=*",
@@ -233,6 +238,10 @@ class TritonServer:
         ]
         if problems or not index:
             raise ServerError("\n".join(problems) or f"{self.repository} holds no model", hint=self._hint)
+
+    @property
+    def _models(self) -> Path:
+        return self._folder / "package" / self.repository.name
 
     @property
     def _patience(self) -> float:

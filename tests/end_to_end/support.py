@@ -83,6 +83,7 @@ def write_project(folder: Path, model: Path) -> Project:
                 "gates": {"perplexity_ratio": None, "top1_agreement": None, "mean_kl": 1.0},
             },
             "build": {"block_size": 16, "max_seq_len": 128, "max_batch_size": 2, "max_num_tokens": 64},
+            "package": {"check": "never"},  # tests/serving loads packages in a server
         },
     }
     (folder / "tiny.yaml").write_text(yaml.safe_dump(config), encoding="utf-8")

@@ -2,7 +2,7 @@
 
 Triton runs this file for every model whose config says `backend: "trtseek"`, once this folder's parent is named by
 `--backend-directory`, or this folder stands among Triton's own backends. It needs the package trtseek in the Python
-that the stub embeds: installed there (`pip install trtseek`), or on PYTHONPATH. The work is pipeline.triton.backend's.
+that the stub embeds (`pip install trtseek`; `trtseek serve` sees to it). The work is that of pipeline.triton.backend.
 """
 
 from __future__ import annotations
@@ -29,7 +29,7 @@ class TritonPythonModel:
             version = f"{sys.version_info.major}.{sys.version_info.minor}"
             raise pb_utils.TritonModelException(
                 f"{error}: the backend trtseek needs the package of that name in Triton's Python {version} at "
-                f"{sys.prefix}: install it there, or name its folder in PYTHONPATH"
+                f"{sys.prefix}: install it there with pip, or start the server with `trtseek serve`"
             ) from error
         parameters = json.loads(args["model_config"]).get("parameters", {})
         folder = Path(args["model_repository"])

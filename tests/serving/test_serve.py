@@ -1,0 +1,263 @@
+"""`trtseek serve` and `trtseek query` as a user runs them: processes of their own, and what they leave behind."""
+
+import json
+import os
+import re
+import signal
+import subprocess
+import sys
+import time
+import urllib.error
+import urllib.request
+from pathlib import Path
+
+import pytest
+
+TRTSEEK = str(Path(sys.executable).with_name("trtseek"))
+URL = r"gRPC at (\S+), HTTP at (\S+), metrics at (\S+)"
+
+
+class Serving:
+    """A server over a package, on free ports."""
+
+    def __init__(self, package, folder):
+        self.log = folder / "serve.log"
+        self.process = subprocess.Popen(
+            [TRTSEEK, "serve", str(package), "--http-port=0", "--grpc-port=0", "--metrics-port=0", f"--log={self.log}"],
+            stdout=subprocess.PIPE,
+            stderr=subprocess.PIPE,
+            text=True,
+        )
+        line = self.process.stdout.readline()
+        match = re.search(URL, line)
+        if match is None:
+            self.process.kill()
+            raise AssertionError((line, self.process.stderr.read()))
+        self.grpc, self.http, self.metrics = match.groups()
+
+    def query(self, *arguments, **options):
+        return subprocess.run(
+            [TRTSEEK, "query", "--url", self.grpc, *arguments],
+            capture_output=True,
+            text=True,
+            timeout=120,
+            check=False,
+            **options,
+        )
+
+    def request(self, path, body=None):
+        """Status and text."""
+        request = urllib.request.Request(f"http://{self.http}{path}", body)
+        try:
+            with urllib.request.urlopen(request, timeout=60) as answer:
+                return answer.status, answer.read().decode()
+        except urllib.error.HTTPError as error:
+            with error:
+                return error.code, error.read().decode()
+
+    def processes(self):
+        """Process ids and command lines of the keeper, the server and its stubs: all whose ancestor is `serve`."""
+        parents, commands = {}, {}
+        for entry in Path("/proc").iterdir():
+            if entry.name.isdigit():
+                try:
+                    stat = (entry / "stat").read_text().rpartition(")")[2].split()
+                    commands[int(entry.name)] = (entry / "cmdline").read_bytes().replace(b"\0", b" ").decode()
+                except OSError:
+                    continue
+                parents[int(entry.name)] = int(stat[1]) if stat[0] != "Z" else 0
+        found, changed = {self.process.pid}, True
+        while changed:
+            new = {pid for pid, parent in parents.items() if parent in found} - found
+            found |= new
+            changed = bool(new)
+        return {pid: commands[pid] for pid in found if pid in commands}
+
+    def end(self):
+        output = self.process.communicate(timeout=120)
+        return self.process.returncode, output
+
+
+def shared_memory(pid):
+    return list(Path("/dev/shm").glob(f"trtseek_{pid}_*"))
+
+
+def alive(processes):
+    """Those that still run: a process id may have been given to another command meanwhile."""
+    found = {}
+    for pid, command in processes.items():
+        try:
+            text = Path(f"/proc/{pid}/cmdline").read_bytes().replace(b"\0", b" ").decode()
+        except OSError:
+            continue
+        if text == command != "":
+            found[pid] = command
+    return found
+
+
+def wait_for(condition, seconds=60.0):
+    end = time.monotonic() + seconds
+    while time.monotonic() < end:
+        if condition():
+            return True
+        time.sleep(0.1)
+    return False
+
+
+@pytest.fixture(scope="module")
+def package(served):
+    return served.repository.path.parent
+
+
+@pytest.fixture(scope="module")
+def files(package):
+    return {path.relative_to(package): path.read_bytes() for path in package.rglob("*") if path.is_file()}
+
+
+@pytest.fixture(scope="module")
+def serving(package, files, tmp_path_factory):
+    serving = Serving(package, tmp_path_factory.mktemp("serving"))
+    yield serving
+    if serving.process.poll() is None:
+        serving.process.kill()
+        serving.end()
+
+
+def test_it_listens_on_loopback_only(serving):
+    assert {address.rpartition(":")[0] for address in (serving.grpc, serving.http, serving.metrics)} == {"127.0.0.1"}
+    port = int(serving.grpc.rpartition(":")[2])
+    tables = [Path(f"/proc/net/{name}").read_text().splitlines()[1:] for name in ("tcp", "tcp6")]
+    listening = [line.split()[1].split(":") for table in tables for line in table if line.split()[3] == "0A"]
+    hosts = {host for host, number in listening if int(number, 16) == port}
+    assert hosts <= {"0100007F", "0000000000000000FFFF00000100007F"}  # 127.0.0.1, by itself or in IPv6
+    assert hosts
+
+
+def test_query_streams_text(serving, served):
+    whole = serving.query("hello", "--max-tokens=12", "--no-stream")
+    assert whole.returncode == 0, whole.stderr
+    assert serving.query("hello", "--max-tokens=12").stdout == whole.stdout
+    assert serving.query("-", "--max-tokens=12", input="hello").stdout == whole.stdout
+
+
+def test_query_token_ids_and_json(serving, served):
+    (ids,) = served.generate([[5, 6, 7]], 6)
+    answer = serving.query("--input-ids=5,6,7", "--max-tokens=6")
+    got = [int(token) for token in answer.stdout.split(",")]
+    assert got == ids[: len(got)]
+    document = json.loads(serving.query("hello wor", "--max-tokens=3", "--json").stdout)
+    assert document["num_output_tokens"] == 3
+    assert 0 < document["time_to_first"] <= document["seconds"]
+
+
+def test_query_a_file(serving, tmp_path):
+    plain = tmp_path / "prompts.txt"
+    plain.write_text("one\n\ntwo\nthree\n")
+    answers = serving.query("--file", str(plain), "--max-tokens=4", "--concurrency=3", "--json")
+    lines = [json.loads(line) for line in answers.stdout.splitlines()]
+    assert [line["index"] for line in lines] == [0, 1, 2]
+    alone = [json.loads(serving.query(text, "--max-tokens=4", "--json").stdout)["text"] for text in ("one", "two")]
+    assert [line["text"] for line in lines[:2]] == alone
+    mixed = tmp_path / "prompts.jsonl"
+    entries = [
+        {"prompt": "one", "max_tokens": 4},
+        {"prompt": "x", "top_k": -5},
+        {"messages": [{"role": "user", "content": "a"}]},
+    ]
+    mixed.write_text("".join(json.dumps(entry) + "\n" for entry in entries))
+    answers = serving.query("--file", str(mixed), "--max-tokens=2", "--json")
+    lines = [json.loads(line) for line in answers.stdout.splitlines()]
+    assert lines[0]["text"] == alone[0]
+    assert "top_k is -5" in lines[1]["error"]
+    assert lines[2]["num_output_tokens"] <= 2
+    assert answers.returncode == 10
+
+
+def test_query_errors(serving):
+    refused = serving.query("hello", "--max-tokens=100000")
+    assert refused.returncode == 10
+    assert "max_tokens is 100000" in refused.stderr
+    absent = subprocess.run(
+        [TRTSEEK, "query", "x", "--url=127.0.0.1:9"], capture_output=True, text=True, timeout=60, check=False
+    )
+    assert absent.returncode == 11
+    assert "no server answers at 127.0.0.1:9" in absent.stderr
+    assert serving.query().returncode == 2
+    assert serving.query("x", "--input-ids=1").returncode == 2
+
+
+def test_http_requests_are_bounded(serving):
+    path = "/v2/models/tensorrt_llm_bls/generate"
+    status, text = serving.request(path, json.dumps({"text_input": "x" * (17 << 20), "max_tokens": 1}).encode())
+    assert (status, "a request may have 16777216 bytes" in text) == (413, True)
+    huge = {"inputs": [{"name": "input_ids", "datatype": "INT32", "shape": [2**63 - 1], "data": [1]}]}
+    status, text = serving.request("/v2/models/tensorrt_llm/infer", json.dumps(huge).encode())
+    assert (status, "shape" in text) == (400, True)
+    assert serving.request("/v2/repository/index", b"{}")[0] == 403
+    status, text = serving.request(path, json.dumps({"text_input": "hello", "max_tokens": 2}).encode())
+    assert status == 200
+    assert json.loads(text)["text_output"].startswith("hello")
+
+
+@pytest.mark.parametrize("model", ["tensorrt_llm", "tensorrt_llm_bls"])
+def test_a_model_whose_process_dies_is_loaded_again(serving, model):
+    before = serving.query("hello", "--max-tokens=8").stdout
+    (stub,) = [pid for pid, command in serving.processes().items() if f"/{model}/1/model.py" in command]
+    os.kill(stub, signal.SIGKILL)
+    assert wait_for(lambda: serving.request("/v2/health/ready")[0] == 503)
+    assert wait_for(lambda: serving.request("/v2/health/ready")[0] == 200)
+    assert serving.query("hello", "--max-tokens=8").stdout == before
+    status, _ = serving.request("/v2/models/ensemble/generate", b'{"text_input": "hello", "max_tokens": 2}')
+    assert status == 200
+
+
+@pytest.mark.slow
+def test_a_server_that_dies_is_started_again(serving):
+    before = serving.query("hello", "--max-tokens=8").stdout
+    (server,) = [pid for pid, command in serving.processes().items() if "bin/tritonserver " in command]
+    os.kill(server, signal.SIGKILL)
+    assert wait_for(lambda: serving.request("/v2/health/ready")[0] == 503)
+    assert wait_for(lambda: serving.request("/v2/health/ready")[0] == 200, 120)
+    assert serving.query("hello", "--max-tokens=8").stdout == before
+
+
+def test_sigterm_lets_requests_end_and_leaves_nothing(serving, package, files):
+    processes = serving.processes()
+    assert any("keeper" in command for command in processes.values())
+    command = [TRTSEEK, "query", "hello", "--max-tokens=240", "--json", "--url", serving.grpc]
+    running = subprocess.Popen(command, stdout=subprocess.PIPE, text=True)
+    active = 'request_type="active",version="1"} 1'
+    wait_for(lambda: active in urllib.request.urlopen(f"http://{serving.metrics}/metrics").read().decode(), 20)
+    serving.process.send_signal(signal.SIGTERM)
+    code, (_, errors) = serving.end()
+    assert code == 0, errors
+    text, _ = running.communicate(timeout=60)
+    assert json.loads(text)["num_output_tokens"] > 0
+    assert wait_for(lambda: not alive(processes), 10), alive(processes)
+    assert shared_memory(serving.process.pid) == []
+    assert {path.relative_to(package): path.read_bytes() for path in package.rglob("*") if path.is_file()} == files
+
+
+@pytest.mark.slow
+def test_nothing_is_left_of_a_server_whose_owner_was_killed(package, tmp_path):
+    serving = Serving(package, tmp_path)
+    processes = serving.processes()
+    assert shared_memory(serving.process.pid)
+    serving.process.kill()
+    serving.end()
+    del processes[serving.process.pid]
+    assert wait_for(lambda: not alive(processes)), alive(processes)
+    assert wait_for(lambda: shared_memory(serving.process.pid) == [], 10)
+
+
+@pytest.mark.slow
+def test_check_loads_asks_and_ends(package, tmp_path):
+    result = subprocess.run(
+        [TRTSEEK, "serve", str(package), "--check", f"--log={tmp_path / 'log'}"],
+        capture_output=True,
+        text=True,
+        timeout=240,
+        check=False,
+    )
+    assert result.returncode == 0, result.stderr
+    assert re.search(r"models loaded in \S+ s, a request answered in \S+ s", result.stdout)

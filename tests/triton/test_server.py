@@ -1,0 +1,243 @@
+"""A real tritonserver, over a model small enough to load in a moment, which tells what its process is like."""
+
+import json
+import os
+import shutil
+import signal
+import subprocess
+import sys
+import textwrap
+import time
+import urllib.request
+from pathlib import Path
+
+import pytest
+
+from pipeline.triton import installation as installations
+from pipeline.triton.errors import ServerError
+from pipeline.triton.installation import find_installation
+from pipeline.triton.processes import is_alive, remove_stale_memory
+from pipeline.triton.server import Addresses, TritonServer
+
+ROOT = Path(installations.__file__).parents[2]
+PROBE = """
+import json, os, sys
+import numpy as np
+import triton_python_backend_utils as pb_utils
+
+class TritonPythonModel:
+    def execute(self, requests):
+        import pipeline
+        found = {
+            "prefix": sys.prefix, "version": sys.version, "pipeline": pipeline.__file__, "numpy": np.__version__,
+            "path": sys.path,
+        }
+        report = pb_utils.Tensor("report", np.array([json.dumps(found).encode()], np.object_))
+        return [pb_utils.InferenceResponse([report]) for _ in requests]
+"""
+CONFIG = """
+name: "probe"
+backend: "BACKEND"
+input { name: "x" data_type: TYPE_INT32 dims: [1] }
+output { name: "report" data_type: TYPE_STRING dims: [1] }
+instance_group { kind: KIND_CPU }
+"""
+
+
+def write_probe(folder, *, code=PROBE, backend="python"):
+    """A repository of one model, and a folder of backends: with `backend`, the code is a Python-based one."""
+    model, backends = folder / "models" / "probe", folder / "backends"
+    (model / "1").mkdir(parents=True)
+    backends.mkdir()
+    (model / "config.pbtxt").write_text(CONFIG.replace("BACKEND", backend))
+    place = model / "1" if backend == "python" else backends / backend
+    place.mkdir(exist_ok=True)
+    (place / "model.py").write_text(code)
+    return {"repository": folder / "models", "backends": [backends]}
+
+
+def ask(server):
+    body = json.dumps({"inputs": [{"name": "x", "datatype": "INT32", "shape": [1], "data": [1]}]}).encode()
+    url = f"http://127.0.0.1:{server.addresses.http}/v2/models/probe/infer"
+    with urllib.request.urlopen(urllib.request.Request(url, body), timeout=30) as answer:
+        return json.loads(json.loads(answer.read())["outputs"][0]["data"][0])
+
+
+def make(folder, installation=None, **options):
+    probe = write_probe(folder, **options)
+    return TritonServer(installation or find_installation(), **probe, log=folder / "log", grace=1)
+
+
+def memory(server):
+    return list(Path("/dev/shm").glob(f"{server.prefix}*"))
+
+
+def test_a_stub_runs_this_python_and_finds_this_project(tmp_path):
+    server = make(tmp_path)
+    with server:
+        server.start(deadline=120)
+        found = ask(server)
+        assert memory(server)
+        pid, stubs = server.pid, server.stubs
+        assert len(stubs) == 1
+    assert (found["prefix"], found["version"]) == (sys.prefix, sys.version)
+    assert Path(found["pipeline"]) == ROOT / "pipeline" / "__init__.py"
+    assert found["numpy"] < "2"
+    assert [path.name for path in (tmp_path / "models" / "probe" / "1").iterdir()] == ["model.py"]
+    assert not any(map(is_alive, [pid, *stubs]))
+    assert memory(server) == []
+
+
+def test_what_python_path_names_is_found_though_the_stub_ignores_it(tmp_path, monkeypatch):
+    monkeypatch.setenv("PYTHONPATH", str(tmp_path / "more"))
+    with make(tmp_path) as server:
+        server.start(deadline=120)
+        assert str(tmp_path / "more") in ask(server)["path"]
+
+
+def test_a_python_based_backend(tmp_path):
+    with make(tmp_path, backend="mine") as server:
+        server.start(deadline=120)
+        assert ask(server)["prefix"] == sys.prefix
+
+
+@pytest.fixture
+def system(tmp_path):
+    """A tritonserver laid out as in NVIDIA's image, whose binary needs nothing of the environment."""
+    wheel = find_installation()
+    root = tmp_path / "opt" / "tritonserver"
+    (root / "bin").mkdir(parents=True)
+    shutil.copytree(wheel.python_backend, root / "backends" / "python")
+    shutil.copy(wheel.stub, root / "backends" / "python")
+    binary = root / "bin" / "tritonserver"
+    libraries = ":".join(map(str, wheel.libraries))
+    binary.write_text(f'#!/bin/sh\nLD_LIBRARY_PATH="{libraries}:$LD_LIBRARY_PATH" exec {wheel.binary} "$@"\n')
+    binary.chmod(0o755)
+    return binary
+
+
+def test_a_system_installation_is_taken_from_path(tmp_path, system, monkeypatch):
+    monkeypatch.setenv("PATH", str(system.parent), prepend=os.pathsep)
+    found = find_installation()
+    assert (found.binary, found.caches, found.libraries) == (system.resolve(), None, ())
+    (tmp_path / "probe").mkdir()
+    with make(tmp_path / "probe", found, backend="mine") as server:
+        server.start(deadline=120)
+        report = ask(server)
+    assert (report["prefix"], report["version"]) == (sys.prefix, sys.version)
+
+
+def test_a_stub_of_another_python_is_refused(system):
+    stub = system.parents[1] / "backends" / "python" / installations.STUB
+    stub.write_bytes(stub.read_bytes().replace(b"libpython3.11", b"libpython3.99"))
+    with pytest.raises(ServerError, match=r"built for Python 3\.99") as caught:
+        find_installation(system)
+    assert "python3.99" in caught.value.hint
+
+
+def test_a_server_without_a_python_backend_is_refused(system):
+    shutil.rmtree(system.parents[1] / "backends" / "python")
+    with pytest.raises(ServerError, match=r"libtriton_python\.so is missing"):
+        find_installation(system)
+
+
+def test_without_any_server_it_is_said_how_to_get_one(monkeypatch):
+    monkeypatch.setenv("PATH", "/nowhere")
+    monkeypatch.setattr(installations, "WHEEL", "no-such-wheel")
+    with pytest.raises(ServerError, match="no tritonserver on PATH") as caught:
+        find_installation()
+    assert "pip install no-such-wheel" in caught.value.hint
+
+
+@pytest.mark.parametrize(
+    ("code", "reason"),
+    [
+        ("raise RuntimeError('no luck today')", "no luck today"),
+        (
+            "class TritonPythonModel:\n    def initialize(self, args):\n        raise ValueError('bad weights')",
+            "bad weights",
+        ),
+        ("import nothing_of_the_kind", "nothing_of_the_kind"),
+    ],
+)
+def test_a_model_that_cannot_be_loaded_says_why(tmp_path, code, reason):
+    server = make(tmp_path, code=code)
+    with server, pytest.raises(ServerError, match=f"probe cannot be loaded: .*{reason}"):
+        server.start(deadline=120)
+    assert memory(server) == []
+
+
+def test_a_model_that_never_starts_meets_the_deadline(tmp_path):
+    server = make(tmp_path, code="import time\ntime.sleep(600)")
+    with server, pytest.raises(ServerError, match=r"did not load its models in 3 s"):
+        server.start(deadline=3)
+    assert memory(server) == []
+
+
+def test_a_taken_port_is_named(tmp_path):
+    (tmp_path / "a").mkdir()
+    (tmp_path / "b").mkdir()
+    with make(tmp_path / "a") as first:
+        first.start(deadline=120)
+        probe = write_probe(tmp_path / "b")
+        taken = Addresses(grpc=first.addresses.grpc)
+        second = TritonServer(find_installation(), **probe, log=tmp_path / "b" / "log", addresses=taken, grace=1)
+        with second, pytest.raises(ServerError, match="already in use"):
+            second.start(deadline=120)
+
+
+def test_a_dead_stub_is_seen_and_its_model_loaded_again(tmp_path):
+    with make(tmp_path) as server:
+        server.start(deadline=120)
+        (stub,) = server.stubs
+        os.kill(stub, signal.SIGKILL)
+        end = time.monotonic() + 10
+        while server.stubs and time.monotonic() < end:
+            time.sleep(0.05)
+        assert server.stubs == {}
+        assert server.running
+        server.unload("probe", deadline=60)
+        server.load("probe", deadline=60)
+        assert ask(server)["prefix"] == sys.prefix
+
+
+def test_nothing_is_left_when_the_owner_is_killed(tmp_path):
+    write_probe(tmp_path)
+    code = f"""
+        import time
+        from pathlib import Path
+        from pipeline.triton.installation import find_installation
+        from pipeline.triton.server import TritonServer
+        folder = Path({str(tmp_path)!r})
+        options = dict(repository=folder / "models", backends=[], log=folder / "log", grace=1)
+        server = TritonServer(find_installation(), **options)
+        server.start(deadline=120)
+        print(server.pid, *server.stubs, server.prefix, flush=True)
+        time.sleep(600)
+    """
+    owner = subprocess.Popen([sys.executable, "-c", textwrap.dedent(code)], stdout=subprocess.PIPE, text=True, cwd=ROOT)
+    with owner.stdout as output:
+        *pids, prefix = output.readline().split()
+    assert len(pids) == 2
+    assert all(is_alive(int(pid)) for pid in pids)
+    owner.kill()
+    owner.wait()
+    end = time.monotonic() + 30
+    while any(is_alive(int(pid)) for pid in pids) or list(Path("/dev/shm").glob(f"{prefix}*")):
+        assert time.monotonic() < end
+        time.sleep(0.1)
+
+
+def test_shared_memory_of_the_dead_is_removed():
+    dead = subprocess.Popen(["true"])
+    dead.wait()
+    stale, live = (Path(f"/dev/shm/trtseek_{pid}_0123abcd_x") for pid in (dead.pid, os.getpid()))
+    try:
+        stale.touch()
+        live.touch()
+        remove_stale_memory()
+        assert not stale.exists()
+        assert live.exists()
+    finally:
+        stale.unlink(missing_ok=True)
+        live.unlink(missing_ok=True)
