@@ -2,7 +2,8 @@
 
     python -m benchmarks.scale stripped v2-lite      builds without weights at the model's true shapes: v2-lite, v2-236b
     python -m benchmarks.scale memory [2 8]          convert and round to nearest, peak memory by size in GB
-    python -m benchmarks.scale workers [2]           the same with one process and with two
+    python -m benchmarks.scale fp8 [2 6]             the same from FP8 blocks, which convert keeps
+    python -m benchmarks.scale workers [2]           16 bits with one process and with two
     python -m benchmarks.scale pack                  INT4 packing on one core
 
 Works under out/benchmarks/scale and cleans up after itself. Nothing needs a GPU.
@@ -86,8 +87,9 @@ import torch  # imported before the clock starts: a run of several stages pays f
 begin = time.perf_counter()
 for source, target in zip(sys.argv[2::2], sys.argv[3::2]):
     folder, workspace = CheckpointFolder.open(Path(source)), FolderWorkspace(Path(target))
-    if sys.argv[1] == "convert":
-        convert_checkpoint(folder, workspace, dtype="float16", overflow="refuse")
+    if sys.argv[1] != "rtn":
+        dtype = "float16" if sys.argv[1] == "convert" else None
+        convert_checkpoint(folder, workspace, dtype=dtype, overflow="refuse")
     else:
         quantize_checkpoint(folder, workspace, settings=Quantize(method="rtn"))
 seconds = time.perf_counter() - begin
@@ -134,12 +136,34 @@ def measure_memory(sizes: Sequence[str]) -> bool:
                   f"peak {format_amount(run.peak, 'B')}", flush=True)  # fmt: skip
         for folder in (source, converted, rounded):
             shutil.rmtree(folder)
-    passed = True
+    return _check_flat(peaks)
+
+
+def measure_fp8(sizes: Sequence[str]) -> bool:
+    """FP8 blocks kept by convert, then rounded to INT4; at each rate, the whole of DeepSeek-V3."""
+    peaks: dict[str, list[int]] = {"keep": [], "rtn": []}
+    whole = synthetic.count_bytes("v3")
+    for gigabytes in map(float, sizes or ("2", "6")):
+        source, converted, rounded = (FOLDER / name for name in ("source", "converted", "rounded"))
+        nbytes = synthetic.random_fp8(source, gigabytes)
+        for work, before, after in (("keep", source, converted), ("rtn", converted, rounded)):
+            shutil.rmtree(after, ignore_errors=True)
+            run = finish(start(work, before, after))
+            peaks[work].append(run.peak)
+            print(f"{work:8} {format_amount(nbytes, 'B'):>8} of FP8: {run.seconds:6.1f} s, "
+                  f"{nbytes / run.seconds / 1e9:5.2f} GB/s ({nbytes / run.processor / 1e9:.2f} per processor second), "
+                  f"peak {format_amount(run.peak, 'B')}; V3's {whole / 1e9:.0f} GB at this rate: "
+                  f"{whole / nbytes * run.seconds / 3600:.1f} h, {whole / nbytes * run.processor / 3600:.1f} h of "
+                  "processor", flush=True)  # fmt: skip
+        for folder in (source, converted, rounded):
+            shutil.rmtree(folder)
+    return _check_flat(peaks)
+
+
+def _check_flat(peaks: dict[str, list[int]]) -> bool:
     for work, measured in peaks.items():
-        growth = max(measured) / min(measured) - 1
-        passed = passed and growth <= FLAT
-        print(f"{work}: peak memory within {growth:.1%} over all sizes (bar {FLAT:.0%})")
-    return passed
+        print(f"{work}: peak memory within {max(measured) / min(measured) - 1:.1%} over all sizes (bar {FLAT:.0%})")
+    return all(max(measured) / min(measured) - 1 <= FLAT for measured in peaks.values())
 
 
 def compare_workers(sizes: Sequence[str]) -> bool:
@@ -194,6 +218,7 @@ def measure_packing(_arguments: Sequence[str]) -> bool:
 COMMANDS: dict[str, Callable[[Sequence[str]], bool]] = {
     "stripped": build_stripped,
     "memory": measure_memory,
+    "fp8": measure_fp8,
     "workers": compare_workers,
     "pack": measure_packing,
 }

@@ -14,6 +14,7 @@ from pathlib import Path
 from typing import Any
 
 import numpy as np
+import numpy.typing as npt
 
 from pipeline.checkpoint.architecture import parse_architecture
 from pipeline.checkpoint.layouts import layout_for
@@ -83,6 +84,10 @@ def sparse_hub(path: Path, model: str) -> Path:
     """The model as the hub has it: V3 in FP8 with scales by block."""
     shutil.rmtree(path, ignore_errors=True)
     config, files = MODELS[model]
+    return sparse.write_sparse(path, config, _hub_tensors(config), files)
+
+
+def _hub_tensors(config: dict[str, Any]) -> sparse.Header:
     is_v3 = config["architectures"] == fixtures.V3_CONFIG["architectures"]
     shapes = fixtures._v3_shapes(config) if is_v3 else fixtures._v2_shapes(config)
     tensors: sparse.Header = {}
@@ -92,7 +97,7 @@ def sparse_hub(path: Path, model: str) -> Path:
             tensors[f"{name}_scale_inv"] = ("F32", tuple(-(-size // BLOCK) for size in shape))
         else:
             tensors[name] = ("F32" if name.endswith("e_score_correction_bias") else "BF16", shape)
-    return sparse.write_sparse(path, config, tensors, files)
+    return tensors
 
 
 def sparse_int4(path: Path, config: dict[str, Any]) -> Path:
@@ -138,6 +143,37 @@ def random_moe(path: Path, gigabytes: float) -> int:
     return sum(info.nbytes for info in infos)
 
 
+def random_fp8(path: Path, gigabytes: float) -> int:
+    """A DeepSeek-V3 of true sizes but for 16 experts, as many layers as fill so many gigabytes of FP8 with scales by
+    block; its bytes of weights."""
+    shutil.rmtree(path, ignore_errors=True)
+    path.mkdir(parents=True)
+    config = {**V3, "first_k_dense_replace": 1, "n_group": 4, "n_routed_experts": 16, "num_nextn_predict_layers": 0}
+    config |= {"topk_group": 2, "vocab_size": 32000}
+    infos: list[TensorInfo] = []
+    for layers in range(2, 1000):
+        infos = _list_infos(config | {"num_hidden_layers": layers})
+        if sum(info.nbytes for info in infos) >= gigabytes * 1e9:
+            config["num_hidden_layers"] = layers
+            break
+    shards = plan_shards(infos)
+    for shard in shards:
+        write_safetensors(path / shard.name, shard.infos, _draw(shard.infos), metadata=METADATA)
+    write_index(path, shards)
+    (path / "config.json").write_text(json.dumps(config, indent=2) + "\n")
+    fixtures.write_tokenizer(path)
+    return sum(info.nbytes for info in infos)
+
+
+def count_bytes(model: str) -> int:
+    """Bytes of weights of a model as the hub has it."""
+    return sum(info.nbytes for info in _list_infos(MODELS[model][0]))
+
+
+def _list_infos(config: dict[str, Any]) -> list[TensorInfo]:
+    return [TensorInfo(name, dtype, shape) for name, (dtype, shape) in _hub_tensors(config).items()]
+
+
 def _count_layers(config: dict[str, Any]) -> tuple[int, int, int]:
     """Bytes of what surrounds the layers, of the dense first, of a routed one."""
     sizes = [
@@ -151,7 +187,10 @@ def _draw(infos: Sequence[TensorInfo]) -> Iterator[RawTensor]:
     """Normal numbers of a weight's size; tensors start at different places of one long row of them."""
     noise = (np.random.default_rng(0).standard_normal(1 << 22) * 0.02).astype(np.float32)
     half = (noise.view(np.uint32) >> 16).astype(np.uint16)
+    # E4M3 of both signs, below 32 and never NaN.
+    eight = (half.view(np.uint8)[: 1 << 22] & 0xBF) | 0x20
+    kinds: dict[str, npt.NDArray[Any]] = {"BF16": half, "F8_E4M3": eight, "F32": np.abs(noise) + np.float32(0.001)}
     for index, info in enumerate(infos):
-        yield RawTensor(
-            info.dtype, info.shape, np.resize(np.roll(half, -7919 * index), info.nbytes // 2).view(np.uint8)
-        )
+        row = kinds[info.dtype]
+        values = np.resize(np.roll(row, -7919 * index), info.nbytes // row.itemsize)
+        yield RawTensor(info.dtype, info.shape, values.view(np.uint8))
