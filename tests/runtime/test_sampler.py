@@ -166,6 +166,13 @@ def test_the_first_of_equal_tokens_is_the_best() -> None:
     assert drawn_set(logits[:1], {"top_k": 3}, [1]) == {0, 1, 2}
 
 
+def test_the_two_zeros_are_equal() -> None:
+    logits = torch.full((40, 600), -5.0)
+    logits[:, 0], logits[:, 1:3] = -0.0, 0.0
+    rows = [history(Sampling(top_k=2 if n else 5), [1], seed=n) for n in range(40)]
+    assert set(choose_tokens(logits, rows)[1:]) == {0, 1}
+
+
 @pytest.mark.parametrize("more", [3, 16])
 def test_a_nucleus_wider_than_the_candidates_looked_at_first(monkeypatch: pytest.MonkeyPatch, more: int) -> None:
     monkeypatch.setattr(sampler, "MORE", more)
