@@ -20,8 +20,10 @@ from pipeline.errors import CompatibilityError
 
 Mode = Literal["exact", "declared", "fast"]
 
-# Fast mode's logits stay within this of exact mode's, in units of their row's standard deviation over the vocabulary.
-FAST_LOGIT_BOUND = 0.25
+# Fast mode picks another token than exact mode only where the best two logits of exact mode are closer than this, in
+# units of the row's standard deviation over the vocabulary. Seen at most: 0.076 (deepseek-coder-tiny, 600 held-out
+# tokens, 11 others), 0.060 (SmolLM2-135M, 600, 15 others), both INT4 and fp16.
+FAST_MARGIN = 0.25
 
 FLOATS = frozenset({"float32", "float16", "bfloat16"})
 # Declared type -> what holds it. INT4 values are unpacked to one byte each before anything reads them.

@@ -12,7 +12,7 @@ import torch
 from pipeline.interpreter.fusion import fuse
 from pipeline.interpreter.graph import Graph, drop_unused, merge_equal
 from pipeline.interpreter.interpreter import Interpreter
-from pipeline.interpreter.numerics import FAST_LOGIT_BOUND, Mode, Numerics
+from pipeline.interpreter.numerics import FAST_MARGIN, Mode, Numerics
 from pipeline.network.program import Program
 from pipeline.runtime.runner import InterpreterRunner
 from pipeline.runtime.steps import Chunk, plan_step
@@ -114,8 +114,12 @@ def test_fast_values_differ_by_bf16_roundings_at_most(programs: dict[str, Progra
     exact = run_steps(InterpreterRunner(programs[name], mode="exact"))
     fast = run_steps(InterpreterRunner(programs[name], mode="fast"))
     for true, step in zip(exact, fast, strict=True):
-        error = (step["logits"] - true["logits"]).abs().amax(-1) / true["logits"].std(-1)
-        assert bool((error <= FAST_LOGIT_BOUND).all()) and bool((error > 0).any())
+        spread = true["logits"].std(-1)
+        error = (step["logits"] - true["logits"]).abs().amax(-1) / spread
+        assert bool((error <= FAST_MARGIN / 2).all()) and bool((error > 0).any())  # so that no clear winner loses
+        best, second = true["logits"].topk(2, dim=-1).values.unbind(-1)
+        other = step["logits"].argmax(-1) != true["logits"].argmax(-1)
+        assert bool(((best - second)[other] < FAST_MARGIN * spread[other]).all())
 
 
 def test_inner_tensors_can_be_tapped_although_they_are_fused_away(programs: dict[str, Program]) -> None:
