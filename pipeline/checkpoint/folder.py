@@ -240,6 +240,8 @@ def _check_index(files: list[SafetensorsFile], places: Mapping[str, str]) -> Non
 
 def _explain_absence(path: Path) -> NoReturn:
     names = sorted(entry.name for entry in path.iterdir())
+    if SINGLE in names:
+        _fail(path / SINGLE, "is a broken link", "finish the download or copy")
     pickles = [name for name in names if name.endswith(PICKLES)]
     shards = [name for name in names if name.endswith(".safetensors")]
     if shards:

@@ -36,6 +36,9 @@ def encode_file(tokenizer_file: Path, file: Path, *, setting: str) -> list[int]:
 def _load(tokenizer_file: Path) -> Tokenizer:
     from tokenizers import Tokenizer
 
+    if not tokenizer_file.is_file():  # reading a pipe would wait, a device would never end
+        what = "is no regular file" if tokenizer_file.exists() else "is missing"
+        raise CheckpointError(f"{tokenizer_file} {what}", hint="copy tokenizer.json from the model's own repository")
     try:
         tokenizer = Tokenizer.from_file(str(tokenizer_file))
     except Exception as error:  # the library raises bare Exception for every fault

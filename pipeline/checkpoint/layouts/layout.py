@@ -40,6 +40,8 @@ class Layout:
         self.architecture = architecture
         flags = list_flags(architecture)
         chosen = [row for row in rows if not row.when or row.when in flags]
+        if architecture.experts is None:  # a DeepSeek of dense layers only, which has no sizes for the rest
+            chosen = [row for row in chosen if row.where not in (ROUTED, EXPERT)]
         self._rows = [row for row in chosen if not row.mtp]
         self._mtp_rows = [row for row in chosen if row.mtp]
         self._shapes = {row.target: _shape_row(row, dimensions) for row in chosen}

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 from pathlib import Path
 from typing import Any
 
@@ -364,3 +365,17 @@ def test_fp8_weights_need_their_scales(damage: Any, expected: str, tmp_path: Pat
     with pytest.raises(CheckpointError) as caught:
         layout.match(tensors, "folder")
     assert expected in caught.value.message
+
+
+@pytest.mark.parametrize("write", [fixtures.deepseek_v2, fixtures.deepseek_v3])
+def test_a_deepseek_of_dense_layers_only(write: Any, tmp_path: Path) -> None:
+    """`n_routed_experts: null`, as DeepSeek's own code reads it."""
+    options = {} if write is fixtures.deepseek_v2 else {"mtp": False}
+    path = write(tmp_path, num_hidden_layers=2, first_k_dense_replace=2, **options)
+    config = path / "config.json"
+    config.write_text(json.dumps(json.loads(config.read_text()) | {"n_routed_experts": None}))
+    source = CheckpointFolder.open(path)
+    assert source.architecture.experts is None
+    mappings, unused = layout_for(source.architecture).match(source.tensors, "it")
+    assert unused == []
+    assert {name for mapping in mappings for name in mapping.sources} == set(source.tensors)
