@@ -19,7 +19,8 @@ from pipeline.errors import ConfigError
 
 # An alias repeats its anchor's value; nine levels of nine aliases (a "billion laughs") would be 10^9 values.
 MAX_VALUES = 10_000
-MAX_BYTES = 1 << 20
+MAX_BYTES = 128 << 10  # PyYAML makes a kilobyte of objects of every item
+MAX_DIGITS = 40
 
 _TAG = "tag:yaml.org,2002:"
 # tag, pattern, first characters that the pattern can start with (PyYAML's index)
@@ -145,7 +146,8 @@ class _Converter:
             try:
                 value = _READ[node.tag.removeprefix(_TAG)](node.value)
             except (ValueError, KeyError) as error:
-                raise ConfigError(f"{where}: {node.value!r} is not of type {node.tag.removeprefix(_TAG)}") from error
+                shown = node.value if len(node.value) <= 60 else node.value[:57] + "..."
+                raise ConfigError(f"{where}: {shown!r} is not of type {node.tag.removeprefix(_TAG)}") from error
         else:
             raise ConfigError(f"{where}: the tag {node.tag} is not allowed", hint="write plain YAML values")
         self.open.remove(id(node))
@@ -167,12 +169,20 @@ class _Converter:
 
 
 def _read_int(text: str) -> int:
+    if len(text) > MAX_DIGITS:  # no setting is as large, and thousands of digits cannot be written back
+        raise ValueError(text)
     prefixes = {"0o": 8, "0x": 16}
     return int(text, prefixes.get(text[:2], 10))
 
 
+def _read_text(text: str) -> str:
+    if any(character < " " and character not in "\n\t\r" for character in text):
+        raise ValueError(text)  # a NUL ends a path early, an escape code writes over what a message says
+    return text
+
+
 _READ: dict[str, Callable[[str], Any]] = {
-    "str": str,
+    "str": _read_text,
     "null": lambda text: None,
     "bool": lambda text: {"true": True, "false": False}[text.lower()],
     "int": _read_int,
