@@ -135,7 +135,7 @@ class Recorder:
             flush(descriptor)
             self.strike()
 
-        os.fsync = fsync  # in this child only
+        os.fsync = fsync  # type: ignore[assignment]  # in this child only
 
 
 def run_child(
