@@ -1,9 +1,9 @@
 """Real stages over a random checkpoint, run in forked children that die where they are told to.
 
-What is heavy to import is imported once, here; a child is a fork, so a hundred runs cost a hundred runs and no more. A
-child counts *events*: every open for writing, rename, link, unlink, folder made or removed (Python's own audit events),
-every fsync and every report of progress, and kills itself with SIGKILL at the one it was given. Nothing of the product
-knows of it. The parent must start no threads, and so digest nothing: forks would wait for them for ever.
+What is heavy to import is imported once, in the server; a child is a fork of it, so a hundred runs cost a hundred runs
+and no more. A child counts *events*: every open for writing, rename, link, unlink, folder made or removed (Python's own
+audit events), every fsync and every report of progress, and kills itself with SIGKILL at the one it was given. Nothing
+of the product knows of it.
 """
 
 from __future__ import annotations
@@ -13,6 +13,7 @@ import json
 import os
 import shutil
 import signal
+import subprocess
 import sys
 import traceback
 from collections import Counter
@@ -27,6 +28,7 @@ from pipeline.stages.artifact import read_marker
 from pipeline.stages.executor import Executor
 from pipeline.stages.graph import Stage, StageContext
 
+ROOT = Path(__file__).parents[2]
 AUDITED = ("os.rename", "os.link", "os.symlink", "os.remove", "os.mkdir", "os.rmdir", "os.truncate", "shutil.copyfile")
 WRITING = os.O_WRONLY | os.O_RDWR | os.O_CREAT | os.O_TRUNC | os.O_APPEND
 SHARD = 60_000  # bytes: several shards of a checkpoint of a megabyte
@@ -138,39 +140,65 @@ class Recorder:
         os.fsync = fsync  # type: ignore[assignment]  # in this child only
 
 
-def run_child(
-    config: Config,
-    log: Path,
-    *,
-    death: int | None = None,
-    stages: Sequence[Stage] = STAGES,
-    prepare: Callable[[], None] = lambda: None,
-) -> int:
+_server: subprocess.Popen[str] | None = None
+
+
+def ask(request: dict[str, Any]) -> int:
+    """The server's answer; the server is started where there is none yet."""
+    global _server
+    if _server is None or _server.poll() is not None:
+        environment = {**os.environ, "OMP_NUM_THREADS": "1", "PYTHONPATH": os.pathsep.join(filter(None, sys.path))}
+        _server = subprocess.Popen(
+            [sys.executable, "-m", "tests.faults.server"],
+            cwd=ROOT,
+            env=environment,
+            stdin=subprocess.PIPE,
+            stdout=subprocess.PIPE,
+            text=True,
+        )
+    assert _server.stdin is not None
+    assert _server.stdout is not None
+    _server.stdin.write(json.dumps(request) + "\n")
+    _server.stdin.flush()
+    return int(_server.stdout.readline())
+
+
+def stop_server() -> None:
+    global _server
+    if _server is not None:
+        _server.communicate()
+    _server = None
+
+
+def run_child(config: Config, log: Path, *, death: int | None = None, prepare: Callable[[], None] | None = None) -> int:
     """Runs the stages in a fork. The exit code: negative for a signal, CLEAN, REFUSED (a typed error) or CRASHED."""
-    sys.stdout.flush()
-    child = os.fork()
-    if child == 0:
-        code = CRASHED
-        try:
-            code = _run(config, log, death, stages, prepare)
-        finally:
-            os._exit(code)
-    _, status = os.waitpid(child, 0)
-    return os.waitstatus_to_exitcode(status)
+    return wait_child(start_child(config, log, death=death, prepare=prepare))
+
+
+def start_child(
+    config: Config, log: Path, *, death: int | None = None, prepare: Callable[[], None] | None = None
+) -> int:
+    """The process id of a run that is not waited for. `prepare`, a module's own function, is called in it first."""
+    name = f"{prepare.__module__}:{prepare.__name__}" if prepare else None
+    return ask(
+        {"what": "run", "config": config.model_dump(mode="json"), "log": str(log), "death": death, "prepare": name}
+    )
+
+
+def wait_child(child: int) -> int:
+    return ask({"what": "wait", "child": child})
 
 
 def find_damage(config: Config) -> int:
-    """0 where every artifact of the store is whole, to the last byte. In a fork, as digests start threads."""
-    child = os.fork()
-    if child == 0:
-        code = CRASHED
-        try:
-            _bound_time()
-            artifacts = config.store_folder.glob("[a-z]*/*")
-            code = sum(read_marker(path).find_damage(full=True) is not None for path in artifacts)
-        finally:
-            os._exit(code)
-    return os.waitstatus_to_exitcode(os.waitpid(child, 0)[1])
+    """How many artifacts of the store are not whole, to the last byte."""
+    return wait_child(ask({"what": "damage", "config": config.model_dump(mode="json")}))
+
+
+def count_damaged(config: Config) -> int:
+    """In a child."""
+    _bound_time()
+    artifacts = config.store_folder.glob("[a-z]*/*")
+    return sum(read_marker(path).find_damage(full=True) is not None for path in artifacts)
 
 
 def _bound_time() -> None:
@@ -179,19 +207,8 @@ def _bound_time() -> None:
     signal.alarm(120)
 
 
-def start_child(config: Config, log: Path) -> int:
-    """The process id of a run that is not waited for."""
-    child = os.fork()
-    if child == 0:
-        code = CRASHED
-        try:
-            code = _run(config, log, None, STAGES, lambda: None)
-        finally:
-            os._exit(code)
-    return child
-
-
-def _run(config: Config, log: Path, death: int | None, stages: Sequence[Stage], prepare: Callable[[], None]) -> int:
+def run_stages(config: Config, log: Path, death: int | None, prepare: Callable[[], None]) -> int:
+    """In a child."""
     from pipeline.errors import TrtseekError
 
     _bound_time()
@@ -200,7 +217,7 @@ def _run(config: Config, log: Path, death: int | None, stages: Sequence[Stage], 
     try:
         prepare()
         recorder.watch()
-        Executor(config, stages, recorder).run()
+        Executor(config, STAGES, recorder).run()
     except TrtseekError as error:
         recorder.write(f"refused {type(error).__name__}: {error.message} | {error.hint}")
         return REFUSED

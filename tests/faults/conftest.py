@@ -10,7 +10,6 @@ from dataclasses import dataclass
 from pathlib import Path
 
 import pytest
-import torch
 
 from pipeline.config.schema import Config
 from tests import fixtures
@@ -29,9 +28,9 @@ class Finished:
 
 
 @pytest.fixture(scope="session", autouse=True)
-def one_thread():
-    """Forks inherit no threads: torch must have started none."""
-    torch.set_num_threads(1)
+def server() -> Iterator[None]:
+    yield
+    children.stop_server()
 
 
 @pytest.fixture(scope="session")

@@ -14,7 +14,7 @@ from tests.faults.conftest import Finished
 
 
 def wait_for(children_: list[int]) -> list[int]:
-    return [os.waitstatus_to_exitcode(os.waitpid(child, 0)[1]) for child in children_]
+    return [children.wait_child(child) for child in children_]
 
 
 @pytest.mark.parametrize("shared", ["output", "store"])
