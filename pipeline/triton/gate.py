@@ -80,12 +80,12 @@ class Gate:
             try:
                 await runner.setup()
                 await web.TCPSite(runner, self.host, self.port).start()
+                self.port = self.port or runner.addresses[0][1]
             except OSError as error:
                 self._error = error
                 return
             finally:
                 self._started.set()
-            self.port = self.port or runner.addresses[0][1]
             await self._stop.wait()
             await runner.cleanup()
 
@@ -114,11 +114,11 @@ class Gate:
 
     async def _forward(self, request: web.Request, body: bytes, session: ClientSession) -> web.StreamResponse:
         from aiohttp import web
+        from yarl import URL
 
+        url = URL(self.upstream + request.raw_path, encoded=True)
         headers = {name: value for name, value in request.headers.items() if name.lower() not in HOP_BY_HOP}
-        async with session.request(
-            request.method, self.upstream + request.path_qs, headers=headers, data=body or None
-        ) as answer:
+        async with session.request(request.method, url, headers=headers, data=body or None) as answer:
             kept = {name: value for name, value in answer.headers.items() if name.lower() not in HOP_BY_HOP}
             response = web.StreamResponse(status=answer.status, headers=kept)
             await response.prepare(request)

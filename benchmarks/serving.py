@@ -1,0 +1,261 @@
+"""The server under load: a package in a real tritonserver, asked over gRPC by clients on the same machine.
+
+    python -m benchmarks.serving                        # every part but the soak; exit status 1 where a bar is missed
+    python -m benchmarks.serving --quick                # the same in about two minutes, for a look
+    python -m benchmarks.serving streams prefix         # some parts
+    python -m benchmarks.serving soak --minutes 10
+
+The package is that of `make smollm2 && make engine CONFIG=smollm2-int4.yaml`, or --package's. Token ids in, token ids
+out, greedy, and no end id, so that the work is the same on both sides of a ratio. Both sides run in turn in one server.
+
+    streams    tokens a second of 16 streams against 1
+    batching   in-flight against static batching: groups of 16, all rows computed until the longest answer is done
+    prefix     mean time to first token at 16 requests with one prefix of 512 tokens, shared against not shared
+    priority   P99 time to first token of class P0 against that of one plain queue, where the queue's has tripled
+    overhead   CPU time per token outside the network; time to first token over Triton against the executor itself
+    soak       changing load with cancels, disconnects, malformed and huge requests: leaks, and wrong answers
+"""
+
+from __future__ import annotations
+
+import argparse
+import contextlib
+import random
+import statistics
+import sys
+import tempfile
+import time
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass
+from pathlib import Path
+
+from benchmarks.direct import read_vocabulary
+from benchmarks.load import (
+    Job,
+    Usage,
+    arrivals,
+    counting,
+    make_query,
+    percentile,
+    random_prompt,
+    run_jobs,
+    summarize,
+    tokens_in,
+)
+from pipeline.triton.canary import LOAD_S, find_package
+from pipeline.triton.installation import find_installation
+from pipeline.triton.server import TritonServer
+
+STREAMS = 16
+
+
+@dataclass(frozen=True)
+class Bench:
+    """A running server. scale: 1 for the whole measure, less for a look."""
+
+    server: TritonServer
+    package: Path
+    scale: float
+    generator: random.Random
+    vocabulary: int
+
+    @property
+    def url(self) -> str:
+        return f"127.0.0.1:{self.server.addresses.grpc}"
+
+    @property
+    def rounds(self) -> int:
+        return max(1, round(3 * self.scale))
+
+    def usage(self) -> dict[str, Usage]:
+        """Of the server's processes, by model; the server itself as "tritonserver"."""
+        assert self.server.pid is not None
+        found = {"tritonserver": Usage.of(self.server.pid)}
+        for pid, command in self.server.stubs.items():
+            model = command.split("/1/model.py")[0].rpartition("/")[2]
+            found[model] = Usage.of(pid)
+        return found
+
+    def prompt(self, length: int) -> list[int]:
+        return random_prompt(self.generator, length, self.vocabulary)
+
+
+def measure_streams(bench: Bench) -> bool:
+    tokens = max(16, round(96 * bench.scale))
+    speeds: dict[int, list[float]] = {1: [], STREAMS: []}
+    run_jobs(bench.url, [Job(make_query(bench.prompt(32), 8))], 1)
+    for _ in range(bench.rounds):
+        for clients in speeds:
+            jobs = [Job(make_query(bench.prompt(32), tokens)) for _ in range(clients)]
+            seen, seconds = run_jobs(bench.url, jobs, clients)
+            speeds[clients].append(tokens_in(seen) / seconds)
+    ratio = statistics.median(many / one for one, many in zip(*speeds.values(), strict=True))
+    details = {f"{clients} streams": f"{statistics.median(found):.1f} tokens/s" for clients, found in speeds.items()}
+    return summarize("16 streams against 1", ratio, 3.0, details)
+
+
+def measure_batching(bench: Bench) -> bool:
+    """Lengths are log-uniform from 8 to 256: most answers are short, some are long. A static batch is what a loop over
+    `generate` makes of the same requests: groups of 16, every row computed until the longest one is done. Both count
+    only the tokens that were asked for."""
+    count = STREAMS * (6 if bench.scale >= 1 else 2)
+    lengths = [round(8 * 32 ** bench.generator.random()) for _ in range(count)]
+    prompts = [bench.prompt(32) for _ in range(count)]
+    ratios, speeds = [], {"in flight": 0.0, "static": 0.0}
+    for _ in range(2 if bench.scale >= 1 else 1):
+        jobs = [Job(make_query(prompt, length)) for prompt, length in zip(prompts, lengths, strict=True)]
+        seen, in_flight = run_jobs(bench.url, jobs, STREAMS)
+        static = 0.0
+        for start in range(0, count, STREAMS):
+            longest = max(lengths[start : start + STREAMS])
+            group = [Job(make_query(prompt, longest)) for prompt in prompts[start : start + STREAMS]]
+            static += run_jobs(bench.url, group, STREAMS)[1]
+        ratios.append(static / in_flight)
+        speeds = {"in flight": tokens_in(seen) / in_flight, "static": tokens_in(seen) / static}
+    details = {
+        "answers": f"{count} of 8 to 256 tokens, {statistics.mean(lengths):.0f} on average",
+        **{name: f"{speed:.1f} tokens/s" for name, speed in speeds.items()},
+    }
+    return summarize("in-flight against static batching", statistics.median(ratios), 1.8, details)
+
+
+def measure_prefix(bench: Bench) -> bool:
+    ratios, times = [], {}
+    for number in range(bench.rounds):
+        means = {}
+        for kind in ("shared", "not shared"):
+            prefix = bench.prompt(512)
+            salts = [f"{number}-{kind}-{i if kind == 'not shared' else 0}" for i in range(STREAMS + 1)]
+            jobs = [Job(make_query([*prefix, *bench.prompt(8)], 4, cache_salt=salt)) for salt in salts]
+            run_jobs(bench.url, jobs[:1], 1)  # the prefix was asked for before, as a system prompt is
+            seen, _ = run_jobs(bench.url, jobs[1:], STREAMS)
+            means[kind] = statistics.mean(one.time_to_first for one in seen)
+        ratios.append(means["not shared"] / means["shared"])
+        times = means
+    details = {kind: f"mean time to first token {seconds * 1e3:.0f} ms" for kind, seconds in times.items()}
+    return summarize("a shared prefix of 512 tokens at 16 requests", statistics.median(ratios), 3.0, details)
+
+
+def measure_priority(bench: Bench) -> bool:
+    """Arrivals are a Poisson process, whose rate grows until the plain queue's P99 is three times what it is when
+    requests hardly meet. Then one in ten of the same arrivals is of class P0, the others P2."""
+    seconds, clients = 90 * bench.scale, 128
+
+    def load(rate: float, classes: Callable[[int], str]) -> dict[str, list[float]]:
+        times = arrivals(random.Random(7), rate, seconds)
+        jobs = [
+            Job(make_query(bench.prompt(48), 24, priority_class=classes(place)), due) for place, due in enumerate(times)
+        ]
+        found: dict[str, list[float]] = {}
+        for one in run_jobs(bench.url, jobs, min(clients, len(jobs)))[0]:
+            found.setdefault(str(one.job.query.parameters["priority_class"]), []).append(one.time_to_first)
+        return found
+
+    seen, spent = run_jobs(bench.url, [Job(make_query(bench.prompt(48), 24)) for _ in range(4 * STREAMS)], STREAMS)
+    capacity = len(seen) / spent
+    alone = percentile(load(0.2 * capacity, lambda _: "P1")["P1"], 0.99)
+    rate = 0.5 * capacity
+    while (plain := percentile(load(rate, lambda _: "P1")["P1"], 0.99)) < 3 * alone and rate < 1.5 * capacity:
+        rate *= 1.2
+    mixed = load(rate, lambda place: "P0" if place % 10 == 0 else "P2")
+    urgent = percentile(mixed["P0"], 0.99)
+    details = {
+        "plain queue alone": f"P99 {alone * 1e3:.0f} ms at 0.2 of the capacity of {capacity:.1f} requests/s",
+        "plain queue": f"P99 {plain * 1e3:.0f} ms at {rate / capacity:.2f} of it",
+        "P0": f"P99 {urgent * 1e3:.0f} ms, of {len(mixed['P0'])} requests at the same load",
+        "P2 beside it": f"P99 {percentile(mixed['P2'], 0.99) * 1e3:.0f} ms",
+    }
+    return summarize("P0's P99 time to first token against a plain queue's", plain / urgent, 3.0, details)
+
+
+def measure_overhead(bench: Bench) -> bool:
+    """No bar: what Triton, its stubs and the text path cost. The executor itself is measured in this process, over the
+    same package."""
+    from benchmarks.direct import measure_direct
+
+    tokens = max(16, round(64 * bench.scale))
+    prompts = [bench.prompt(32) for _ in range(STREAMS)]
+    spent: dict[str, float] = {}
+    run_jobs(bench.url, [Job(make_query(bench.prompt(32), 8))], 1)
+    with counting(bench.usage, spent):
+        seen, _ = run_jobs(bench.url, [Job(make_query(prompt, tokens)) for prompt in prompts], STREAMS)
+    count = tokens_in(seen)
+    first = statistics.median(
+        run_jobs(bench.url, [Job(make_query(bench.prompt(32), 1))], 1)[0][0].time_to_first for _ in range(20)
+    )
+    direct = measure_direct(bench.package, prompts, tokens, [bench.prompt(32) for _ in range(20)])
+    network = direct.network_cpu / direct.tokens
+    outside = (spent["tritonserver"] + spent["tensorrt_llm"]) / count - network
+    print("overhead, 16 streams of token ids, one response a token")
+    for name, seconds in (
+        ("network, in the executor alone", network),
+        ("scheduler, sampler and planning there", direct.cpu / direct.tokens - network),
+        ("tritonserver", spent["tritonserver"] / count),
+        ("tensorrt_llm's process, network and all", spent["tensorrt_llm"] / count),
+        ("outside the network", outside),
+    ):
+        print(f"    {name}: {seconds * 1e6:.0f} us of CPU a token")
+    print(f"    time to first token: {first * 1e3:.1f} ms over gRPC, {direct.first * 1e3:.1f} ms in the executor alone")
+    return True
+
+
+def measure_soak(bench: Bench, minutes: float) -> bool:
+    from benchmarks.soak import soak
+
+    prompts = [bench.prompt(bench.generator.randrange(1, 120)) for _ in range(24)]
+    return soak(bench.url, bench.server, bench.usage, prompts=prompts, minutes=minutes)
+
+
+PARTS: dict[str, Callable[[Bench], bool]] = {
+    "streams": measure_streams,
+    "batching": measure_batching,
+    "prefix": measure_prefix,
+    "priority": measure_priority,
+    "overhead": measure_overhead,
+}
+
+
+@contextlib.contextmanager
+def serving(package: Path, *, mode: str | None = None) -> Iterator[TritonServer]:
+    """A server over the package; `mode`: in another mode of the interpreter than it was packaged with."""
+    from benchmarks.direct import change_mode
+
+    with tempfile.TemporaryDirectory(prefix="trtseek-bench-") as folder:
+        repository, backends = find_package(package)
+        if mode is not None:
+            repository = change_mode(repository, Path(folder) / "package", mode)
+        log = Path(folder) / "server.log"
+        server = TritonServer(find_installation(), repository=repository, backends=[backends], log=log, grace=5)
+        with server:
+            server.start(LOAD_S)
+            yield server
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("parts", nargs="*", metavar="PART", help=f"{', '.join(PARTS)} or soak; all but soak if none")
+    parser.add_argument("--package", type=Path, default=Path("out/smollm2-int4/package"))
+    parser.add_argument("--quick", action="store_true")
+    parser.add_argument("--minutes", type=float, default=10.0, help="of the soak")
+    arguments = parser.parse_args()
+    parts = arguments.parts or list(PARTS)
+    if unknown := set(parts) - {*PARTS, "soak"}:
+        parser.error(f"unknown parts {', '.join(sorted(unknown))}")
+    held = []
+    vocabulary = read_vocabulary(find_package(arguments.package)[0])
+    began = time.monotonic()
+    # Answers are held against each other in the soak, so it runs where the batch does not change them.
+    groups = ((tuple(name for name in parts if name != "soak"), None), (("soak",) if "soak" in parts else (), "exact"))
+    for names, mode in groups:
+        if not names:
+            continue
+        with serving(arguments.package, mode=mode) as server:
+            bench = Bench(server, arguments.package, 0.15 if arguments.quick else 1.0, random.Random(0), vocabulary)
+            for name in names:
+                held.append(measure_soak(bench, arguments.minutes) if name == "soak" else PARTS[name](bench))
+    print(f"in {time.monotonic() - began:.0f} s")
+    sys.exit(0 if all(held) else 1)
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,181 @@
+"""The HTTP door by itself, before a stand-in for Triton."""
+
+import http.client
+import http.server
+import json
+import threading
+import time
+
+import pytest
+
+from pipeline.triton.errors import ServerError
+from pipeline.triton.gate import HEADER_LENGTH, Gate, find_problem
+
+LIMIT = 10_000
+
+
+class Upstream(http.server.BaseHTTPRequestHandler):
+    """Echoes; /stream sends an event each 50 ms until the client has gone."""
+
+    protocol_version = "HTTP/1.1"
+    gone = threading.Event()
+
+    def do_GET(self):
+        self.answer(b"got " + self.path.encode())
+
+    def do_POST(self):
+        body = self.rfile.read(int(self.headers["Content-Length"]))
+        if self.path != "/v2/models/m/generate_stream":
+            self.answer(body, {"X-Seen": self.headers.get("X-Sent", "")})
+            return
+        self.send_response(200)
+        self.send_header("Transfer-Encoding", "chunked")
+        self.end_headers()
+        try:
+            for _ in range(200):
+                self.wfile.write(b"6\r\ndata: \r\n")
+                self.wfile.flush()
+                time.sleep(0.05)
+        except OSError:
+            self.gone.set()
+        self.close_connection = True
+
+    def answer(self, body, headers=None):
+        self.send_response(200)
+        for name, value in {"Content-Length": str(len(body)), **(headers or {})}.items():
+            self.send_header(name, value)
+        self.end_headers()
+        self.wfile.write(body)
+
+    def log_message(self, *_):
+        pass
+
+
+@pytest.fixture
+def gate():
+    server = http.server.ThreadingHTTPServer(("127.0.0.1", 0), Upstream)
+    server.daemon_threads = True
+    thread = threading.Thread(target=server.serve_forever)
+    thread.start()
+    state = {"ready": True}
+    gate = Gate(
+        f"http://127.0.0.1:{server.server_port}",
+        host="127.0.0.1",
+        port=0,
+        max_bytes=LIMIT,
+        is_ready=lambda: state["ready"],
+    )
+    gate.state = state
+    gate.start()
+    yield gate
+    gate.close()
+    server.shutdown()
+    server.server_close()
+    thread.join()
+
+
+def send(gate, method, path, body=None, headers=None):
+    connection = http.client.HTTPConnection("127.0.0.1", gate.port, timeout=10)
+    connection.request(method, path, body, headers or {})
+    answer = connection.getresponse()
+    text = answer.read()
+    connection.close()
+    return answer.status, text, dict(answer.headers)
+
+
+def test_requests_and_answers_pass_unchanged(gate):
+    assert send(gate, "GET", "/v2/models/m?x=1%2C2")[:2] == (200, b"got /v2/models/m?x=1%2C2")
+    status, body, headers = send(gate, "POST", "/v2/models/m/generate", b"\x00abc", {"X-Sent": "yes"})
+    assert (status, body, headers["X-Seen"]) == (200, b"\x00abc", "yes")
+
+
+def test_readiness_is_the_supervisors(gate):
+    assert send(gate, "GET", "/v2/health/ready")[0] == 200
+    gate.state["ready"] = False
+    assert send(gate, "GET", "/v2/health/ready")[0] == 503
+    assert send(gate, "GET", "/v2/health/live")[0] == 200
+
+
+def test_large_requests_are_refused(gate):
+    assert send(gate, "POST", "/v2/models/m/generate", b"x" * LIMIT)[0] == 200
+    status, body, _ = send(gate, "POST", "/v2/models/m/generate", b"x" * (LIMIT + 1))
+    assert status == 413
+    assert str(LIMIT) in json.loads(body)["error"]
+
+
+@pytest.mark.parametrize(
+    "path", ["/v2/repository/index", "/v2/repository/models/m/load", "/v2/logging", "/v2/trace/setting"]
+)
+def test_what_runs_code_is_closed(gate, path):
+    assert send(gate, "POST", path, b"{}")[0] == 403
+
+
+def test_draining_refuses_new_requests_and_says_so(gate):
+    gate.draining = True
+    assert send(gate, "GET", "/v2/health/ready")[0] == 503
+    assert send(gate, "POST", "/v2/models/m/generate", b"{}")[0] == 503
+
+
+def test_a_stream_comes_as_it_is_made_and_ends_with_its_client(gate):
+    Upstream.gone.clear()
+    connection = http.client.HTTPConnection("127.0.0.1", gate.port, timeout=10)
+    connection.request("POST", "/v2/models/m/generate_stream", b"{}")
+    began = time.monotonic()
+    answer = connection.getresponse()
+    assert answer.read(6) == b"data: "
+    assert time.monotonic() - began < 5
+    assert gate.in_flight == 1
+    answer.close()
+    connection.close()
+    assert Upstream.gone.wait(10)
+    end = time.monotonic() + 10
+    while gate.in_flight and time.monotonic() < end:
+        time.sleep(0.02)
+    assert gate.in_flight == 0
+
+
+def test_an_absent_server_is_a_bad_gateway():
+    gate = Gate("http://127.0.0.1:9", host="127.0.0.1", port=0, max_bytes=LIMIT, is_ready=lambda: True)
+    gate.start()
+    try:
+        assert send(gate, "GET", "/v2")[0] == 502
+    finally:
+        gate.close()
+
+
+def test_a_taken_port_is_named(gate):
+    other = Gate(gate.upstream, host="127.0.0.1", port=gate.port, max_bytes=LIMIT, is_ready=lambda: True)
+    with pytest.raises(ServerError, match=f"127.0.0.1:{gate.port} cannot be listened on"):
+        other.start()
+
+
+def infer(*shapes):
+    return json.dumps({"inputs": [{"name": "x", "shape": shape} for shape in shapes]}).encode()
+
+
+@pytest.mark.parametrize(
+    ("body", "problem"),
+    [
+        (infer([1, 5], []), None),
+        (infer([2**63 - 1]), "has the shape"),
+        (infer([-1]), "has the shape"),
+        (infer([200, 200]), "has the shape"),
+        (infer([True]), "has the shape"),
+        (infer(["1"]), "has the shape"),
+        (infer([1] * 17), "has the shape"),
+        (b"{", "not an inference request"),
+        (b"[]", "not an inference request"),
+        (b'{"inputs": 5}', "not an inference request"),
+        (b"[" * 100_000, "not an inference request"),
+    ],
+)
+def test_shapes(body, problem):
+    found = find_problem("/v2/models/m/infer", {}, body, LIMIT)
+    assert found is None if problem is None else problem in found
+    assert find_problem("/v2/models/m/generate", {}, body, LIMIT) is None
+
+
+def test_binary_requests_have_their_json_first():
+    body = infer([4]) + b"\x00\x01\x02\x03"
+    assert find_problem("/v2/models/m/infer", {HEADER_LENGTH: str(len(body) - 4)}, body, LIMIT) is None
+    assert find_problem("/v2/models/m/infer", {HEADER_LENGTH: "x"}, body, LIMIT)
