@@ -13,6 +13,8 @@ import pytest
 from tests.faults import children
 from tests.faults.conftest import Finished
 
+pytestmark = pytest.mark.slow  # minutes: hundreds of runs
+
 DAY = 86_400
 
 

@@ -12,6 +12,8 @@ import pytest
 from tests.faults import children
 from tests.faults.conftest import Finished
 
+pytestmark = pytest.mark.slow  # minutes: hundreds of runs
+
 Mount = Callable[[Path, str], None]
 
 

@@ -16,6 +16,8 @@ from pipeline.stages.graph import NAMES
 from tests.end_to_end.support import Project, write_project
 from tests.faults.children import count_repeats, read_log
 
+pytestmark = pytest.mark.slow  # minutes: hundreds of runs
+
 ROOT = Path(__file__).parents[2]
 KILLS = ("convert", "quantize", "quantize", "verify", "build", "build", "package")
 

@@ -15,6 +15,8 @@ from pipeline.stages.store import Store
 from tests.faults import children
 from tests.faults.conftest import Finished
 
+pytestmark = pytest.mark.slow  # minutes: hundreds of runs
+
 POINTS = 120
 BATCHES = 6
 

@@ -12,6 +12,8 @@ import pytest
 from tests.faults import children
 from tests.faults.conftest import Finished
 
+pytestmark = pytest.mark.slow  # minutes: hundreds of runs
+
 
 def wait_for(children_: list[int]) -> list[int]:
     return [children.wait_child(child) for child in children_]
