@@ -7,10 +7,13 @@ by one more thread, which then has `tensorrt_llm` stop: an ensemble cannot do th
 
 from __future__ import annotations
 
+import collections
 import concurrent.futures
 import json
 import threading
+import time
 import uuid
+from collections.abc import Iterator
 from typing import Any
 
 import numpy as np
@@ -25,6 +28,8 @@ FINAL = pb_utils.TRITONSERVER_RESPONSE_COMPLETE_FINAL
 MAX_STREAMS = 256
 # Asking whether a client has gone is a round trip of 50 microseconds: at most 5 % of a core goes into it.
 POLL_S, POLL_PER_STREAM_S = 0.03, 0.001
+# How long answers that have ended are kept: see _ask.
+KEEP_S = 20.0
 
 
 class TritonPythonModel:
@@ -41,6 +46,7 @@ class TritonPythonModel:
         self.accumulates = read_flag(parameters, "accumulate_tokens")
         self.max_bytes = int(parameters["max_prompt_bytes"])
         self._streams: dict[str, Call] = {}
+        self._spent: collections.deque[tuple[float, Any]] = collections.deque()
         self._lock = threading.Lock()
         self._closed = threading.Event()
         self._pool = concurrent.futures.ThreadPoolExecutor(MAX_STREAMS, "stream")
@@ -66,49 +72,84 @@ class TritonPythonModel:
         """Answers one request, whatever happens: a request without an answer makes its client wait for ever."""
         try:
             prompts = read_prompts(self.tokenizer, call.inputs, max_bytes=self.max_bytes)
-            for row, prompt in enumerate(prompts):
-                self._serve_row(call, row, prompt, len(prompts))
+        except RequestError as error:
+            call.fail(str(error), pb_utils.TritonError.INVALID_ARG)
+            prompts = []
+        rows = [
+            threading.Thread(target=self._serve_row, args=(call, row, prompt, len(prompts)))
+            for row, prompt in enumerate(prompts[1:], 1)
+        ]
+        for thread in rows:
+            thread.start()
+        if prompts:
+            self._serve_row(call, 0, prompts[0], len(prompts))
+        for thread in rows:
+            thread.join()
+        call.close()
+
+    def _serve_row(self, call: Call, row: int, prompt: Prompt, rows: int) -> None:
+        try:
+            inputs = build_inputs(self.tokenizer, call.inputs, prompt, row=row, rows=rows)
+            self._relay(call, Answer(self.tokenizer, prompt, row=row, accumulates=self.accumulates), inputs)
         except RequestError as error:
             call.fail(str(error), pb_utils.TritonError.INVALID_ARG)
         except Exception as error:
             pb_utils.Logger.log_error(f"a request failed: {error!r}")
             call.fail(f"the request failed: {error!r}", pb_utils.TritonError.INTERNAL)
-        call.close()
 
-    def _serve_row(self, call: Call, row: int, prompt: Prompt, rows: int) -> None:
+    def _relay(self, call: Call, answer: Answer, inputs: Arrays) -> None:
+        """From `tensorrt_llm` to the client."""
         name = uuid.uuid4().hex
-        answer = Answer(self.tokenizer, prompt, row=row, accumulates=self.accumulates)
         request = pb_utils.InferenceRequest(
             model_name=self.child,
             request_id=name,
             requested_output_names=[*answer.outputs, *(["error"] if self.errors_as_tensor else [])],
-            inputs=_tensors(build_inputs(self.tokenizer, call.inputs, prompt, row=row, rows=rows)),
+            inputs=_tensors(inputs),
             timeout=call.timeout,
             parameters={**call.parameters, **({"errors": "tensor"} if self.errors_as_tensor else {})},
         )
         with self._lock:
             self._streams[name] = call
-        stopped = False
+        stopped, failure = False, None
         try:
-            for response in request.exec(decoupled=True):
-                if response.has_error():
-                    error = response.error()
-                    call.fail(rename_fields(error.message()), error.code())
-                    continue
-                arrays = {tensor.name(): tensor.as_numpy() for tensor in response.output_tensors()}
-                if "error" in arrays:
-                    document = json.loads(arrays["error"].item())
-                    code = getattr(pb_utils.TritonError, document["code"])
-                    call.fail(rename_fields(document["message"]), code)
-                elif arrays:
-                    call.send(answer.add(arrays))
-                if answer.stopped and not stopped:
+            for response in self._ask(request):
+                try:
+                    if failure is None:
+                        self._pass_on(call, answer, response)
+                except Exception as error:
+                    failure = error
+                if not stopped and (answer.stopped or failure):
                     stopped = True  # and what still comes is taken, since Triton waits until it is
                     self._stop(name)
+            if failure is not None:
+                raise failure
             call.send(answer.finish())
         finally:
             with self._lock:
                 self._streams.pop(name, None)
+
+    def _pass_on(self, call: Call, answer: Answer, response: Any) -> None:
+        if response.has_error():
+            error = response.error()
+            call.fail(rename_fields(error.message()), error.code())
+            return
+        arrays = {tensor.name(): tensor.as_numpy() for tensor in response.output_tensors()}
+        if "error" in arrays:
+            document = json.loads(arrays["error"].item())
+            call.fail(rename_fields(document["message"]), getattr(pb_utils.TritonError, document["code"]))
+        elif arrays:
+            call.send(answer.add(arrays))
+
+    def _ask(self, request: Any) -> Iterator[Any]:
+        """The responses to a request. Triton's stub lets go of their iterator in a thread of its own, soon after the
+        last one, without Python's lock: were that the last reference, the heap would be damaged (24.10,
+        Stub::SendCleanupId). So one is kept here until that is surely over."""
+        responses = request.exec(decoupled=True)
+        try:
+            yield from responses
+        finally:
+            with self._lock:
+                self._spent.append((time.monotonic(), responses))
 
     def _stop(self, name: str) -> None:
         """Ends a request of `tensorrt_llm`: its answer then ends soon."""
@@ -120,8 +161,14 @@ class TritonPythonModel:
         request = pb_utils.InferenceRequest(
             model_name=self.child, request_id=name, requested_output_names=["output_ids"], inputs=_tensors(inputs)
         )
-        for _ in request.exec(decoupled=True):
+        for _ in self._ask(request):
             pass
+
+    def _forget_spent(self) -> None:
+        with self._lock:
+            old = time.monotonic() - KEEP_S
+            spent = [self._spent.popleft()[1] for _ in range(len(self._spent)) if self._spent[0][0] < old]
+        spent.clear()
 
     def _watch(self) -> None:
         count = 0
@@ -129,6 +176,7 @@ class TritonPythonModel:
             with self._lock:
                 streams = list(self._streams.items())
             count = len(streams)
+            self._forget_spent()
             for name, call in streams:
                 if call.is_cancelled():
                     with self._lock:
@@ -167,9 +215,10 @@ class Call:
 
     def fail(self, message: str, code: Any) -> None:
         """Keeps an error until `close`; another row's error before it is sent."""
-        if self._error is not None:
-            self._sender.send(self._error)
-        self._error = pb_utils.InferenceResponse(error=pb_utils.TritonError(message, code))
+        with self._closing:
+            if self._error is not None:
+                self._sender.send(self._error)
+            self._error = pb_utils.InferenceResponse(error=pb_utils.TritonError(message, code))
 
 
 def _tensors(arrays: dict[str, npt.NDArray[Any]]) -> list[Any]:
