@@ -1,0 +1,90 @@
+"""Whether `package` tries what it made in a server, without one: tests/serving loads real packages."""
+
+import types
+from pathlib import Path
+
+import pytest
+
+from pipeline.config.schema import Config
+from pipeline.errors import PackageError
+from pipeline.stages import package_check
+from pipeline.stages.package import STAGE
+from pipeline.triton import canary, installation
+from pipeline.triton.backend import loading
+from pipeline.triton.errors import ServerError
+
+
+def make_context(tmp_path, check):
+    config = Config(
+        name="x", model={"path": Path("m")}, target={"gpu": "L4"}, output=tmp_path, stages={"package": {"check": check}}
+    )
+    notes = []
+    return types.SimpleNamespace(config=config, progress=types.SimpleNamespace(note=notes.append), notes=notes)
+
+
+@pytest.fixture
+def asked(monkeypatch):
+    """The packages that were loaded in a server."""
+    packages = []
+
+    def check(folder, *, log, installation):
+        packages.append(folder)
+        return canary.Check(loaded=1.0, answered=0.5)
+
+    monkeypatch.setattr(canary, "check_package", check)
+    monkeypatch.setattr(installation, "find_installation", lambda: None)
+    monkeypatch.setattr(loading, "free_memory", lambda: 64 << 30)
+    return packages
+
+
+def remove_server(monkeypatch):
+    def find():
+        raise ServerError("there is no tritonserver on PATH")
+
+    monkeypatch.setattr(installation, "find_installation", find)
+
+
+@pytest.mark.parametrize("check", ["auto", "always"])
+def test_a_package_is_tried(tmp_path, asked, check):
+    context = make_context(tmp_path, check)
+    package_check.check_package(context, tmp_path / "package", tmp_path)
+    assert asked == [tmp_path / "package"]
+    assert context.notes == ["loaded in Triton in 1.0 s, a request answered in 0.5 s"]
+
+
+def test_never_means_never(tmp_path, asked):
+    package_check.check_package(make_context(tmp_path, "never"), tmp_path, tmp_path)
+    assert asked == []
+
+
+def test_without_a_server_it_is_noted_or_an_error(tmp_path, asked, monkeypatch):
+    remove_server(monkeypatch)
+    context = make_context(tmp_path, "auto")
+    package_check.check_package(context, tmp_path, tmp_path)
+    assert context.notes == ["not loaded in a server: there is no tritonserver on PATH"]
+    with pytest.raises(ServerError):
+        package_check.check_package(make_context(tmp_path, "always"), tmp_path, tmp_path)
+
+
+def test_a_model_larger_than_memory_is_not_tried(tmp_path, asked, monkeypatch):
+    monkeypatch.setattr(loading, "free_memory", lambda: 3 << 30)
+    with open(tmp_path / "model.safetensors", "wb") as file:
+        file.truncate(1 << 30)  # a hole: no disk is taken
+    context = make_context(tmp_path, "auto")
+    package_check.check_package(context, tmp_path, tmp_path)
+    assert asked == []
+    assert context.notes[0].startswith("not loaded in a server: it may need 7.52 GB of memory")
+    package_check.check_package(make_context(tmp_path, "always"), tmp_path, tmp_path)
+    assert asked == [tmp_path]
+
+
+def test_it_is_no_parameter_of_the_stage(tmp_path):
+    """Whether a package is tried changes no byte of it, so one that was tried serves a config that never does."""
+    parameters = [STAGE.parameters(make_context(tmp_path, check).config) for check in ("auto", "never")]
+    assert parameters[0] == parameters[1]
+    assert "check" not in parameters[0]["stages"]["package"]
+
+
+def test_a_folder_that_is_no_package(tmp_path):
+    with pytest.raises(PackageError, match="is no package"):
+        canary.find_package(tmp_path)
