@@ -1,7 +1,7 @@
 """The pool's blocks: who holds which, what full ones contain, and which go when others are needed.
 
 A block is free (nothing of worth in it), held (by one sequence or several), cached (held by nobody, but findable by its
-content until another needs the room, least recently used first), or dirty (to be zeroed before anyone gets it).
+content until another needs the room; `eviction.py` has the order), or dirty (to be zeroed before anyone gets it).
 Content is found by a hash over the block's tokens and the hash of the block before it, so that it stands for all tokens
 up to its end (as in vLLM, Kwon et al., 2023, arXiv 2309.06180). Only full blocks are published; these are never written
 again. A block that several sequences hold before it is full is copied by whoever writes to it first.
@@ -11,11 +11,13 @@ from __future__ import annotations
 
 import hashlib
 from array import array
-from collections import Counter, OrderedDict
+from collections import Counter
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 
 from pipeline.errors import CompatibilityError
+from pipeline.runtime.eviction import EvictionOrder
+from pipeline.runtime.retention import ORDINARY, Keep
 
 Hash = bytes
 HASH_BYTES = 16
@@ -31,6 +33,7 @@ class _Block:
     holders: int = 0
     pins: int = 0
     content: Hash | None = None
+    keep: Keep = ORDINARY
     tainted: bool = False  # becomes dirty, not free, when the last holder lets go
 
 
@@ -55,7 +58,8 @@ class BlockPool:
         self.num_blocks, self.reuse = num_blocks, reuse
         self._blocks = [_Block() for _ in range(num_blocks)]
         self._free = list(range(num_blocks - 1, PADDING, -1))  # a stack: low numbers first, recently used ones again
-        self._cached: OrderedDict[int, None] = OrderedDict()  # least recently used first
+        self._cached = EvictionOrder()
+        self._now = 0.0
         self._places: dict[Hash, int] = {}
         self.dirty: list[int] = []
         self.pinned = 0
@@ -89,11 +93,16 @@ class BlockPool:
             if self._free:
                 block = self._free.pop()
             else:
-                block, _ = self._cached.popitem(last=False)
+                block = self._cached.pop()
                 self._forget(block)
             self._blocks[block].holders = 1
             blocks.append(block)
         return blocks
+
+    def tick(self, now: float) -> None:
+        """Tells the time, seconds that never go back: what was to be kept for a while is ordinary after it."""
+        self._now = now
+        self._cached.expire(now)
 
     def find(self, hashes: Iterable[Hash]) -> list[int]:
         """The blocks that hold the longest known beginning; nothing is held yet."""
@@ -115,7 +124,7 @@ class BlockPool:
     def hold(self, blocks: Iterable[int]) -> None:
         """One more holder for each: of blocks found, or of another sequence's."""
         for block in blocks:
-            self._cached.pop(block, None)
+            self._cached.discard(block)
             self._blocks[block].holders += 1
 
     def holders(self, block: int) -> int:
@@ -134,17 +143,28 @@ class BlockPool:
             if state.holders == 0:
                 self._settle(block)
 
-    def publish(self, block: int, content: Hash) -> None:
-        """Makes a full block findable; without effect where another already holds the same."""
+    def publish(self, block: int, content: Hash, keep: Keep | None = None) -> None:
+        """Makes a full block findable; where another already holds the same, that one stays it. See `retain`."""
         state = self._blocks[block]
         if self.reuse and state.content is None and not state.tainted and content not in self._places:
             state.content = content
             self._places[content] = block
+        if (found := self._places.get(content)) is not None:
+            self.retain(found, keep)
+
+    def retain(self, block: int, keep: Keep | None) -> None:
+        """How long a findable block is worth keeping, from when it is held by nobody; None leaves it as it is."""
+        if keep is None:
+            return
+        self._blocks[block].keep = keep
+        if block in self._cached:
+            self._cached.discard(block)
+            self._cached.add(block, self._now, keep)
 
     def pin(self, blocks: Iterable[int]) -> None:
         """Keeps blocks that were found from being given up, until `unpin` is called as often."""
         for block in blocks:
-            self._cached.pop(block, None)
+            self._cached.discard(block)
             self._blocks[block].pins += 1
             self.pinned += self._blocks[block].pins == 1
 
@@ -198,7 +218,7 @@ class BlockPool:
         if state.tainted:
             self.dirty.append(block)
         elif state.content is not None:
-            self._cached[block] = None
+            self._cached.add(block, self._now, state.keep)
         else:
             self._free.append(block)
 
@@ -206,4 +226,4 @@ class BlockPool:
         state = self._blocks[block]
         if state.content is not None:
             del self._places[state.content]
-            state.content = None
+            state.content, state.keep = None, ORDINARY

@@ -6,6 +6,7 @@ from dataclasses import dataclass, field
 from enum import Enum, IntEnum
 
 from pipeline.runtime.errors import RequestError
+from pipeline.runtime.retention import Retention
 from pipeline.runtime.sampling import Sampling, Words, check_range, check_words
 
 MAX_INT = 2**31 - 1
@@ -49,6 +50,7 @@ class Request:
     priority: see Priority. queue_timeout: seconds until the first step, then QueueTimeoutError. timeout: seconds from
         arrival to the end, then what there is comes with TIMED_OUT. None for no limit.
     cache_salt: requests share blocks only with others of the same salt (tenants that must not learn of each other).
+    retention: how long its cached blocks are worth keeping; None: as any others.
     """
 
     input_ids: tuple[int, ...]
@@ -70,6 +72,7 @@ class Request:
     queue_timeout: float | None = None
     timeout: float | None = None
     cache_salt: str = ""
+    retention: Retention | None = None
 
     def __post_init__(self) -> None:
         object.__setattr__(self, "input_ids", tuple(int(token) for token in self.input_ids))

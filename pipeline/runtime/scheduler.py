@@ -16,6 +16,7 @@ from pipeline.runtime.blocks import BlockPool, Hash
 from pipeline.runtime.errors import RequestError
 from pipeline.runtime.limits import Limits
 from pipeline.runtime.line import WaitingLine
+from pipeline.runtime.retention import Keep
 from pipeline.runtime.selection import Selector, Work
 from pipeline.runtime.sequence import Rank, Sequence
 
@@ -82,6 +83,7 @@ class Scheduler:
     def plan(self, now: float) -> Schedule:
         """The next step; no work where nothing can run. The caller computes it, then calls `advance` for each part."""
         schedule = Schedule()
+        self.pool.tick(now)
         self._admit(schedule, now)
         while self.running and not schedule.work:  # whoever was chosen may have had to pause
             self._grant(self._selector.select(self._ranked(now)), schedule, now)
@@ -96,7 +98,7 @@ class Scheduler:
         if full > sequence.published:
             hashes = sequence.full_hashes(size)
             for place in range(sequence.published, full):
-                self.pool.publish(sequence.table[place], hashes[place])
+                self.pool.publish(sequence.table[place], hashes[place], self._keep(sequence, place))
                 if self._computing.get(hashes[place]) is sequence:
                     del self._computing[hashes[place]]
             sequence.published = full
@@ -190,6 +192,8 @@ class Scheduler:
 
     def _start(self, sequence: Sequence, found: list[int]) -> None:
         self.pool.hold(found)
+        for place, block in enumerate(found):
+            self.pool.retain(block, self._keep(sequence, place))
         sequence.table = list(found)
         sequence.published = len(found)
         sequence.reused += len(found)
@@ -203,6 +207,12 @@ class Scheduler:
                     sequence.promised.append(content)
 
     # Blocks
+
+    def _keep(self, sequence: Sequence, place: int) -> Keep | None:
+        retention = sequence.request.retention
+        if retention is None:
+            return None
+        return retention.of_block(place * self.limits.block_size, sequence.prompt_length)
 
     def _whole(self, sequence: Sequence) -> int:
         """Blocks for its longest answer. Sequences that can pause need not all fit together."""

@@ -9,6 +9,7 @@ from hypothesis.stateful import Bundle, RuleBasedStateMachine, consumes, invaria
 
 from pipeline.errors import CompatibilityError
 from pipeline.runtime.blocks import BlockPool, OutOfBlocksError, hash_blocks
+from pipeline.runtime.retention import Keep
 
 SIZE = 2
 BLOCKS = 12
@@ -29,6 +30,7 @@ class PoolMachine(RuleBasedStateMachine):
         self.bad: set[int] = set()  # blocks that were tainted and not zeroed yet
         self.pinned: list[list[int]] = []
         self.count = 0
+        self.now = 0.0
 
     @rule(target=sequences, tokens=st.lists(st.integers(0, 1), min_size=1, max_size=9))
     def begin(self, tokens: list[int]) -> int:
@@ -95,6 +97,20 @@ class PoolMachine(RuleBasedStateMachine):
         self.pool.unpin(blocks)
         self.pinned.remove(blocks)
 
+    @rule(
+        tokens=st.lists(st.integers(0, 1), min_size=2, max_size=4),
+        priority=st.sampled_from([0, 35, 90]),
+        duration=st.sampled_from([None, 0.0, 3.0]),
+    )
+    def retain(self, tokens: list[int], priority: int, duration: float | None) -> None:
+        for block in self.pool.find(hash_blocks(tokens, SIZE)):
+            self.pool.retain(block, Keep(priority, duration))
+
+    @rule()
+    def wait(self) -> None:
+        self.now += 1.0
+        self.pool.tick(self.now)
+
     @precondition(lambda self: self.tables)
     @rule()
     def nothing_is_held_twice_by_mistake(self) -> None:
@@ -152,6 +168,57 @@ def test_the_least_recently_used_goes_first_and_ends_go_before_beginnings() -> N
     pool.release(found)  # used again
     assert pool.allocate(5) == [old[2], old[1], new[2], new[1], new[0]]
     assert pool.find(hash_blocks([1, 1, 2, 2], SIZE)) == old[:1]
+
+
+def test_a_lower_priority_goes_first_whenever_it_was_used() -> None:
+    pool = BlockPool(7)
+    (dear,), (plain,), (cheap,) = held(pool, [1, 1]), held(pool, [2, 2]), held(pool, [3, 3])
+    pool.retain(dear, Keep(90))
+    pool.retain(cheap, Keep(10))
+    pool.allocate(3)  # those that were free
+    assert [pool.allocate(1) for _ in range(3)] == [[cheap], [plain], [dear]]
+
+
+def test_a_priority_ends_with_its_duration_which_begins_when_nobody_holds_the_block() -> None:
+    pool = BlockPool(5)
+    (dear,) = held(pool, [1, 1])
+    pool.retain(dear, Keep(90, 10.0))
+    pool.tick(9.0)
+    pool.hold([dear])
+    pool.release([dear])
+    (later,) = held(pool, [2, 2])
+    pool.allocate(2)
+    pool.tick(18.0)
+    assert pool.allocate(1) == [later]
+    pool.release([later])
+    (newest,) = held(pool, [3, 3])
+    pool.tick(19.0)
+    assert pool.allocate(1) == [dear]  # an ordinary one again, used longest ago
+    assert pool.allocate(1) == [newest]
+
+
+def test_a_block_that_was_given_up_is_an_ordinary_one() -> None:
+    pool = BlockPool(3)
+    (first,) = held(pool, [1, 1])
+    pool.retain(first, Keep(90))
+    pool.allocate(2)
+    pool.release([first])
+    assert held(pool, [2, 2]) == [first]
+    pool.publish(first, hash_blocks([2, 2], SIZE)[0])
+    (other,) = [block for block in (1, 2) if block != first]
+    pool.release([other])
+    assert held(pool, [3, 3]) == [other]
+    assert pool.allocate(2) == [first, other]
+
+
+def test_a_copy_of_known_content_says_how_long_the_known_one_is_kept() -> None:
+    pool = BlockPool(4)
+    (known,), (plain,) = held(pool, [1, 1]), held(pool, [2, 2])
+    (copy,) = pool.allocate(1)
+    pool.publish(copy, hash_blocks([1, 1], SIZE)[0], Keep(90))
+    pool.release([copy])
+    pool.allocate(1)
+    assert pool.allocate(2) == [plain, known]
 
 
 def test_a_second_copy_of_known_content_is_not_found_and_is_freed() -> None:

@@ -10,6 +10,7 @@ from pipeline.runtime.blocks import BlockPool, hash_blocks
 from pipeline.runtime.errors import RequestError
 from pipeline.runtime.limits import Limits
 from pipeline.runtime.request import Priority, Request
+from pipeline.runtime.retention import Keep, Retention, TokenRange
 from pipeline.runtime.scheduler import Policy, Schedule, Scheduler
 from pipeline.runtime.sequence import Sequence
 
@@ -28,13 +29,23 @@ class Bench:
         self.order = 0
 
     def add(
-        self, prompt: int | list[int], answer: int = 4, priority: int = 1, now: float = 0.0, n: int = 1
+        self,
+        prompt: int | list[int],
+        answer: int = 4,
+        priority: int = 1,
+        now: float = 0.0,
+        n: int = 1,
+        retention: Retention | None = None,
     ) -> Sequence:
         """A number stands for a prompt that nobody shares."""
         self.order += 1
         tokens = [1000 * self.order + place for place in range(prompt)] if isinstance(prompt, int) else prompt
         request = Request(
-            input_ids=tuple(tokens), max_tokens=answer, priority=Priority(priority), num_return_sequences=n
+            input_ids=tuple(tokens),
+            max_tokens=answer,
+            priority=Priority(priority),
+            num_return_sequences=n,
+            retention=retention,
         )
         sequence = Sequence(request, order=self.order, arrival=now)
         self.scheduler.add(sequence)
@@ -87,6 +98,36 @@ def test_generation_profiles_serve_everyone_in_turn() -> None:
         bench.add(prompt, answer=6)
     bench.step()
     assert [counts(bench.step()) for _ in range(4)] == [{1: 1, 2: 1}, {3: 1}, {1: 1, 2: 1}, {3: 1}]
+
+
+def test_what_is_to_be_retained_outlives_what_was_used_after_it() -> None:
+    bench = Bench(num_blocks=8)
+    keep = Retention((TokenRange(0, 4, Keep(90)), TokenRange(4, 8, Keep(10, 5.0))), answer=Keep(0))
+    system, middle = [7] * 4, [8] * 4
+    bench.add([*system, *middle], answer=9, retention=keep)  # its four blocks can be found
+    while bench.scheduler.running or bench.scheduler.waiting:
+        bench.step()
+    bench.add(13, answer=4)  # 4 blocks
+    while bench.scheduler.running or bench.scheduler.waiting:
+        bench.step()
+    found = bench.pool.find(hash_blocks([*system, *middle], SIZE))
+    assert len(found) == 2 and bench.pool.cached == 7  # all but one of the answer
+    bench.add(13, answer=4)
+    bench.step()
+    assert bench.pool.find(hash_blocks([*system, *middle], SIZE)) == found[:1]  # answer, middle, then others'
+
+
+def test_who_finds_a_block_says_how_long_it_is_kept_from_now_on() -> None:
+    bench = Bench(num_blocks=5)
+    system = [7] * 4
+    for retention in (None, Retention((TokenRange(0, None, Keep(90)),))):
+        bench.add([*system, 1], answer=1, retention=retention)
+        bench.step()
+    bench.add(8, answer=1)
+    bench.step()
+    bench.add(8, answer=1)
+    bench.step()
+    assert len(bench.pool.find(hash_blocks(system, SIZE))) == 1
 
 
 def test_guaranteed_no_evict_waits_for_the_longest_answer() -> None:

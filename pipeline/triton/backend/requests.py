@@ -16,6 +16,8 @@ import numpy.typing as npt
 from pipeline.runtime.errors import RequestError
 from pipeline.runtime.request import Priority, Request
 from pipeline.runtime.sampling import Sampling
+from pipeline.triton.backend import retention
+from pipeline.triton.backend.retention import read_retention
 
 Tensors = Mapping[str, npt.NDArray[Any]]
 
@@ -68,14 +70,30 @@ KNOWN = frozenset(
         "return_perf_metrics",
         "return_num_input_tokens",
         "return_num_output_tokens",
+        *retention.TENSORS,
     ]
 )
+# Tensor -> what it is for, which is not served.
+REFUSED = {
+    **dict.fromkeys(("encoder_input_features", "encoder_output_lengths"), "encoder-decoder models"),
+    **dict.fromkeys(("cross_attention_mask", "skip_cross_attn_blocks"), "encoder-decoder models"),
+    **dict.fromkeys(("draft_input_ids", "draft_logits", "draft_acceptance_threshold"), "speculative decoding"),
+    **dict.fromkeys(
+        ("lookahead_window_size", "lookahead_ngram_size", "lookahead_verification_set_size"), "lookahead decoding"
+    ),
+    **dict.fromkeys(("prompt_embedding_table", "prompt_vocab_size"), "prompt tuning"),
+    **dict.fromkeys(("mrope_rotary_cos_sin", "mrope_position_deltas"), "multimodal models"),
+    **dict.fromkeys(("lora_task_id", "lora_weights", "lora_config"), "LoRA"),
+    "context_phase_params": "disaggregated serving",
+    **dict.fromkeys(("guided_decoding_guide_type", "guided_decoding_guide"), "guided decoding"),
+}
 # Field of the executor's errors -> the tensor that a client knows it by.
 TENSOR_OF = {
     **{field: tensor for tensor, (field, _) in (*REQUEST_FIELDS.items(), *SAMPLING_FIELDS.items())},
     "stop_words": "stop_words_list",
     "bad_words": "bad_words_list",
     "stop_words or bad_words": "stop_words_list or bad_words_list",
+    **retention.TENSOR_OF,
 }
 
 
@@ -132,6 +150,7 @@ def read_requests(
                 request_id=request_id if batch == 1 else f"{request_id}#{row}" if request_id else "",
                 sampling=sampling,
                 stop_words=_read_words(tensors, "stop_words_list", row, batch),
+                retention=read_retention(tensors, row, batch),
                 **_read_row(tensors, REQUEST_FIELDS, row, batch),
                 **extra,
             )
@@ -149,8 +168,11 @@ def name_tensor(error: RequestError) -> RequestError:
 
 def _refuse_unserved(tensors: Tensors) -> None:
     served = REQUEST_FIELDS.keys() | SAMPLING_FIELDS.keys() | KNOWN | IGNORED
-    if unserved := sorted(name for name, array in tensors.items() if name not in served and array.size):
-        raise RequestError(", ".join(unserved), "is not served", hint="leave the tensor out")
+    for name, array in tensors.items():
+        if name not in served and array.size:
+            purpose = REFUSED.get(name)
+            problem = f"is for {purpose}, which is not served" if purpose else "is not an input of tensorrt_llm"
+            raise RequestError(name, problem, hint="leave the tensor out")
 
 
 def _read_row(tensors: Tensors, fields: Mapping[str, tuple[str, type]], row: int, batch: int) -> dict[str, Any]:
