@@ -18,6 +18,7 @@ from pipeline.triton.client import Client, Query
 from pipeline.triton.server import TritonServer
 
 CLIENTS = 24
+HUGE = Query(text="x" * (8 << 20), options={"max_tokens": 4})
 LONGEST = 96
 # Memory may settle after the first minutes; from then on it may grow by this share.
 GROWTH = 0.10
@@ -49,6 +50,7 @@ def soak(
     for thread in threads:
         thread.start()
     time.sleep(min(WARM_S, 20 * minutes))
+    _fill_buffers(url)
     before = usage()
     for thread in threads:
         thread.join()
@@ -73,6 +75,22 @@ def soak(
     for problem in problems:
         print(f"    LEAK OR FAULT: {problem}")
     return not problems
+
+
+def _fill_buffers(url: str) -> None:
+    """As many of the largest requests at a time as there are clients: what the server keeps of such is no leak, but the
+    mark up to which its buffers were once filled."""
+
+    def send() -> None:
+        with Client(url) as client, contextlib.suppress(TrtseekError):
+            client.ask(HUGE, timeout=600)
+
+    for _ in range(2):
+        threads = [threading.Thread(target=send) for _ in range(CLIENTS)]
+        for thread in threads:
+            thread.start()
+        for thread in threads:
+            thread.join()
 
 
 def _visit(
@@ -148,7 +166,7 @@ def _ask_malformed(
 
 def _ask_too_much(url: str, _: TritonServer, prompt: Sequence[int], __: Sequence[int], generator: random.Random) -> str:
     queries = [
-        Query(text="x" * (8 << 20), options={"max_tokens": 4}),
+        HUGE,
         make_query(prompt, 10**9),
         make_query([7] * 200_000, 4),
         make_query([2**31 - 1], 4),

@@ -54,7 +54,8 @@ class Installation:
             "LD_LIBRARY_PATH": [str(folder) for folder in libraries],
             "PATH": [str(Path(sys.executable).parent)],
         }
-        environment = dict(os.environ)
+        # Each of glibc's arenas keeps what its largest request took, and there may be eight for every core.
+        environment = {"MALLOC_ARENA_MAX": "2", **os.environ}
         for name, folders in paths.items():
             value = os.pathsep.join([*folders, *filter(None, [os.environ.get(name)])])
             if value:
