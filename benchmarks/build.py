@@ -21,9 +21,10 @@ from pipeline.engine.builder import build_engine
 from pipeline.engine.description import EngineDescription
 from pipeline.engine.engine_file import inspect_engine
 from pipeline.engine.limits import BuildLimits, Rectangle
-from pipeline.engine.memory import Int4Rules, MemoryPlan, plan_memory
+from pipeline.engine.memory import MemoryPlan, plan_memory
 from pipeline.network.spec import NetworkSpec
 from pipeline.progress import format_amount, make_reporter
+from pipeline.quantization.selection import Rules
 from tests.engine.checkpoints import write_engine_checkpoint
 from tests.fixtures import LLAMA_CONFIG, V2_CONFIG
 
@@ -94,8 +95,8 @@ def run(
         log=folder / "build.log",
         progress=make_reporter(),
     )
-    rules = Int4Rules(include=roles, group_size=group)
-    plan = plan_memory(architecture, dtype="float16", limits=LIMITS, int4=rules)
+    rules = Rules(method="rtn", include=roles, group_size=group)
+    plan = plan_memory(architecture, dtype="float16", limits=LIMITS, rules=rules)
     shutil.rmtree(checkpoint)
     return description, plan, engine
 

@@ -18,11 +18,12 @@ import numpy.typing as npt
 
 from pipeline.checkpoint.architecture import parse_architecture
 from pipeline.checkpoint.layouts import layout_for
+from pipeline.checkpoint.layouts.scales import WEIGHT_SCALES
 from pipeline.checkpoint.safetensors_file import write_safetensors
 from pipeline.checkpoint.safetensors_header import make_header
 from pipeline.checkpoint.shards import METADATA, plan_shards, write_index
 from pipeline.checkpoint.tensors import RawTensor, TensorInfo
-from pipeline.engine.memory import Int4Rules
+from pipeline.quantization.selection import Decision, Rules
 from tests import fixtures, sparse
 
 YARN = {
@@ -77,7 +78,7 @@ MODELS: dict[str, tuple[dict[str, Any], int]] = {  # config, files on the hub
 BLOCK = 128  # of FP8 scales
 SPARSE_SHARD = 16_000_000_000  # bytes; the header of more of V3 would be larger than any reader takes
 # The defaults of stages.quantize.
-RULES = Int4Rules(include=("experts", "shared_experts", "mlp", "attention_output"))
+RULES = Rules(method="rtn", include=("experts", "shared_experts", "mlp", "attention_output"))
 
 
 def sparse_hub(path: Path, model: str) -> Path:
@@ -108,13 +109,14 @@ def sparse_int4(path: Path, config: dict[str, Any]) -> Path:
     (path / "config.json").write_text(json.dumps(config, indent=2) + "\n")
     infos: list[TensorInfo] = []
     for mapping in layout_for(parse_architecture(config)).mappings():
-        group = RULES.pick_group(mapping.role, mapping.target_shape)
+        matrix = len(mapping.target_shape) == 2
+        decision = RULES.decide(mapping.target, mapping.role, mapping.target_shape) if matrix else ""
         if mapping.optional or mapping.role == "mtp":
             continue
-        if group:
+        if isinstance(decision, Decision):
             (rows, columns), base = mapping.target_shape, mapping.target.removesuffix(".weight")
             infos.append(TensorInfo(f"{base}.weight", "I8", (rows // 2, columns)))
-            infos.append(TensorInfo(f"{base}.weights_scaling_factor", "F32", (rows, columns // group)))
+            infos.append(TensorInfo(f"{base}.{WEIGHT_SCALES}", "F32", (rows, columns // (decision.group or columns))))
         else:
             infos.append(TensorInfo(mapping.target, "F16" if mapping.cast else "F32", mapping.target_shape))
     shards = plan_shards(infos, SPARSE_SHARD)

@@ -9,8 +9,13 @@ os.environ.setdefault("GOMP_SPINCOUNT", "0")  # before torch is imported; see pi
 from pathlib import Path
 
 import pytest
+from hypothesis import settings
 
 from tests import fixtures
+
+# The same examples in every run, and none too slow: what a test takes depends on what runs beside it.
+settings.register_profile("steady", deadline=None, derandomize=True)
+settings.load_profile("steady")
 
 
 @pytest.fixture(scope="session")

@@ -18,7 +18,7 @@ from pipeline.checkpoint.block_scales import is_block_scaled, read_weight
 from pipeline.checkpoint.engine_config import read_own_key, write_exported
 from pipeline.checkpoint.folder import CheckpointFolder
 from pipeline.checkpoint.layouts import Mapping, layout_for
-from pipeline.checkpoint.layouts.scales import INT4_SCALES, PRESCALE, scale_mapping
+from pipeline.checkpoint.layouts.scales import PRESCALE, WEIGHT_SCALES, scale_mapping
 from pipeline.checkpoint.safetensors_file import write_safetensors
 from pipeline.checkpoint.shards import METADATA, plan_shards, write_index
 from pipeline.checkpoint.tensors import RawTensor, TensorInfo, TensorSource
@@ -118,7 +118,7 @@ def _read_state(source: TensorSource, mappings: Sequence[Mapping]) -> dict[str, 
 
 def _read_weight(source: TensorSource, mapping: Mapping) -> torch.Tensor:
     base = mapping.target.removesuffix(".weight")
-    scales = f"{base}.{INT4_SCALES}"
+    scales = f"{base}.{WEIGHT_SCALES}"
     weight = read_weight(source, mapping.target)
     if source.tensors[mapping.target].dtype == "I8" and scales in source.tensors:
         from pipeline.quantization.int4 import dequantize

@@ -26,7 +26,7 @@ def describe_host(config: Config, architecture: Architecture, tensors: Mapping[s
 
     dtype = config.stages.convert.dtype or architecture.dtype
     has_fp8 = config.stages.convert.dtype is None and any(t.dtype in FP8_TYPES for t in tensors.values())
-    rows = forecast(config, architecture, tensors, dtype=dtype, int4=config.stages.quantize.int4, fp8=has_fp8)
+    rows = forecast(config, architecture, tensors, dtype=dtype, fp8=has_fp8)
     return {
         "stages": [row.to_json() for row in rows],
         "disk_bytes": sum(row.disk_bytes for row in rows),

@@ -113,10 +113,13 @@ def _describe_checkpoint(path: Path) -> Document:
 def _describe_quantization(quantization: Document | None) -> Document | None:
     if not quantization:
         return None
-    groups = Counter(quantization.get("quantized", {}).values())
+    kinds = Counter((linear["format"], linear["group_size"]) for linear in quantization.get("quantized", {}).values())
     return {
         **{key: value for key, value in quantization.items() if key != "quantized"},
-        "linears": [{"group_size": group, "count": count} for group, count in sorted(groups.items())],
+        "linears": [
+            {"format": name, "group_size": group, "count": count}
+            for (name, group), count in sorted(kinds.items(), key=str)
+        ],
     }
 
 

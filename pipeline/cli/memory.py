@@ -24,13 +24,13 @@ def describe_memory(config: Config, architecture: Architecture, tensors: Mapping
     from pipeline.engine.split import Split
 
     dtype = config.stages.convert.dtype or architecture.dtype
-    limits, moe, int4 = config.stages.build.limits(), config.stages.build.moe, config.stages.quantize.int4
+    limits, moe, rules = config.stages.build.limits(), config.stages.build.moe, config.stages.quantize.rules
     fp8 = Case(config=config, architecture=architecture, tensors=tensors).kept_fp8 is not None
     split = Split(**config.target.parallel.model_dump())
-    plan = plan_memory(architecture, dtype=dtype, limits=limits, int4=int4, fp8=fp8, moe=moe, split=split)
+    plan = plan_memory(architecture, dtype=dtype, limits=limits, rules=rules, fp8=fp8, moe=moe, split=split)
     gpu_bytes = config.target.device.memory_bytes
     fits = fit_batches(
-        architecture, gpu_bytes=gpu_bytes, dtype=dtype, limits=limits, int4=int4, fp8=fp8, moe=moe, split=split
+        architecture, gpu_bytes=gpu_bytes, dtype=dtype, limits=limits, rules=rules, fp8=fp8, moe=moe, split=split
     )
     return {
         "gpu": config.target.gpu,

@@ -7,7 +7,7 @@ from dataclasses import dataclass
 from functools import cached_property
 from typing import TYPE_CHECKING
 
-from pipeline.quantization.selection import NEVER, compile_patterns, pick_group
+from pipeline.quantization.selection import NEVER, Decision, find_pattern, fit
 
 if TYPE_CHECKING:
     from pipeline.checkpoint.architecture import Architecture
@@ -27,7 +27,7 @@ STATIC_ROPES = ("default", "linear", "yarn", "llama3")
 class LinearKind:
     """A kind of weight matrix of the engine checkpoint: `count` of one role and shape, that differ in layer and expert.
 
-    `name` is one of theirs, without `.weight`.
+    `name` is one of theirs, without `.weight`; `decision` is what becomes of them.
     """
 
     name: str
@@ -35,14 +35,16 @@ class LinearKind:
     out_features: int
     in_features: int
     count: int = 1
+    decision: Decision | str = ""
+
+    @property
+    def group(self) -> int | None:
+        """The inputs per scale that it gets; None where it stays as it is, or its format has no groups."""
+        return self.decision.group if isinstance(self.decision, Decision) else None
 
     @property
     def is_row_parallel(self) -> bool:
         return self.name.endswith(ROW_PARALLEL) or (self.role == "experts" and self.name.endswith(".proj"))
-
-    def pick_group(self, wanted: int) -> int | None:
-        """The group size at most `wanted` that it gets; None where it stays 16-bit."""
-        return pick_group((self.out_features, self.in_features), wanted)
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -75,14 +77,14 @@ class Case:
         return self.config.stages.convert.dtype or self.architecture.dtype
 
     @property
-    def is_int4(self) -> bool:
-        return self.quantize.int4 is not None
+    def is_quantized(self) -> bool:
+        return self.quantize.applies
 
     @cached_property
     def kept_fp8(self) -> str | None:
         """The first FP8 tensor of the source if FP8 reaches the engine: nothing asks for another type, and quantization
         leaves none."""
-        if self.config.stages.convert.dtype is not None or self.is_int4:
+        if self.config.stages.convert.dtype is not None or self.is_quantized:
             return None
         return next((t.name for t in self.tensors.values() if t.dtype in FP8_TYPES), None)
 
@@ -122,18 +124,23 @@ class Case:
 
     @cached_property
     def chosen(self) -> tuple[LinearKind, ...]:
-        """The linears that include and exclude leave; none where nothing becomes INT4."""
-        rules = self.quantize.int4
-        left = [(kind, *rules.count_chosen(kind)) for kind in self.kinds] if rules else []
-        return tuple(_describe(kind, first, count) for kind, count, first in left if count)
+        """The linears that the rules leave; none where nothing is quantized."""
+        rules = self.quantize.rules
+        if not rules.methods:
+            return ()
+        return tuple(
+            _describe(kind, first, count, fit(method, kind.first.target_shape, group_size))
+            for kind in self.kinds
+            for (method, group_size), (first, count) in rules.wishes(kind).items()
+        )
 
     def matches(self, pattern: str) -> bool:
         """Whether a shell pattern names any linear."""
-        names = compile_patterns([pattern])
-        return any(names(name) for kind in self.kinds for name in kind.names())
+        find = find_pattern((pattern,))
+        return any(find(name) is not None for kind in self.kinds for name in kind.names())
 
 
-def _describe(kind: Kind, name: str, count: int) -> LinearKind:
+def _describe(kind: Kind, name: str, count: int, decision: Decision | str = "") -> LinearKind:
     rows, columns = kind.first.target_shape
     return LinearKind(
         name=name.removesuffix(".weight"),
@@ -141,4 +148,5 @@ def _describe(kind: Kind, name: str, count: int) -> LinearKind:
         out_features=rows,
         in_features=columns,
         count=count,
+        decision=decision,
     )

@@ -16,9 +16,9 @@ def _note_backend(case: Case) -> str | None:
 def _note_smaller_groups(case: Case) -> str | None:
     wanted = case.quantize.group_size
     groups: Counter[tuple[str, int | None]] = Counter()
-    for linear in case.chosen if case.is_int4 else ():
-        if (group := linear.pick_group(wanted)) != wanted:
-            groups[re.sub(r"\b\d+\b", "*", linear.name), group] += linear.count
+    for linear in case.chosen:
+        if isinstance(linear.decision, str) or (linear.group and linear.group < wanted):
+            groups[re.sub(r"\b\d+\b", "*", linear.name), linear.group] += linear.count
     texts = [
         f"{name} ({n}x): {f'groups of {group}' if group else 'stays 16-bit'}" for (name, group), n in groups.items()
     ]

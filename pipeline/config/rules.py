@@ -8,6 +8,7 @@ from dataclasses import dataclass
 from pipeline.config.case import STATIC_ROPES, Case
 from pipeline.config.gpus import supported_sms
 from pipeline.errors import CompatibilityError
+from pipeline.quantization.selection import FORMATS, METHODS, Decision
 
 FIRST_AMPERE = 80
 
@@ -50,7 +51,7 @@ def _find_turing(case: Case) -> str | None:
         return None
     what = (
         "INT4 weights"
-        if case.is_int4
+        if any(FORMATS[METHODS[method].format].bits == 4 for method in case.quantize.rules.methods)
         else "float32 weights"
         if case.dtype == "float32"
         else "routed experts, whose router runs in float32,"
@@ -98,23 +99,23 @@ def _find_unsplit_layers(case: Case) -> str | None:
 
 
 def _find_unmatched_exclude(case: Case) -> str | None:
-    if not case.is_int4:
+    if not case.is_quantized:
         return None
     unused = [pattern for pattern in case.quantize.exclude if not case.matches(pattern)]
     return f"{', '.join(unused)} matches no linear of the model" if unused else None
 
 
 def _find_nothing_chosen(case: Case) -> str | None:
-    if not case.is_int4 or case.chosen:
+    if not case.is_quantized or case.chosen:
         return None
     roles = sorted({linear.role for linear in case.linears})
     return f"no linear is left to quantize; the model has {', '.join(roles)}"
 
 
 def _find_no_group(case: Case) -> str | None:
-    if not case.is_int4 or not case.chosen:
+    if not case.is_quantized or not case.chosen:
         return None
-    if any(linear.pick_group(case.quantize.group_size) for linear in case.chosen):
+    if any(isinstance(linear.decision, Decision) for linear in case.chosen):
         return None
     widths = sorted({linear.in_features for linear in case.chosen})
     return f"no group size up to {case.quantize.group_size} divides any input width ({', '.join(map(str, widths))})"
@@ -122,10 +123,10 @@ def _find_no_group(case: Case) -> str | None:
 
 def _find_cut_group(case: Case) -> str | None:
     size = case.parallel.tensor
-    if not case.is_int4 or size == 1:
+    if not case.is_quantized or size == 1:
         return None
     for linear in case.chosen:
-        group = linear.pick_group(case.quantize.group_size)
+        group = linear.group
         if group and linear.is_row_parallel and linear.in_features % (size * group):
             return (
                 f"tensor parallel size {size} cuts INT4 groups of {linear.name}: "

@@ -7,7 +7,7 @@ from typing import TYPE_CHECKING, Annotated, Literal
 
 from pydantic import BaseModel, ConfigDict, Field
 
-from pipeline.quantization.selection import METHODS, GroupSize, Int4Rules, Role
+from pipeline.quantization.selection import GroupSize, Role, Rules
 
 if TYPE_CHECKING:
     from pipeline.engine.limits import BuildLimits
@@ -73,16 +73,19 @@ class Quantize(Section):
     )
 
     @property
-    def int4(self) -> Int4Rules | None:
-        """What becomes INT4; None where nothing does."""
-        if self.method not in METHODS:
-            return None
-        return Int4Rules(include=self.include, exclude=self.exclude, group_size=self.group_size)
+    def rules(self) -> Rules:
+        """What becomes of each linear."""
+        return Rules(method=self.method, include=self.include, exclude=self.exclude, group_size=self.group_size)
+
+    @property
+    def applies(self) -> bool:
+        """Whether anything is quantized."""
+        return bool(self.rules.methods)
 
     @property
     def measures(self) -> bool:
-        """Whether the method looks at activations, and so at calibration text."""
-        return METHODS.get(self.method, False)
+        """Whether a method looks at activations, and so at calibration text."""
+        return self.rules.measures
 
 
 class HeldOut(Section):

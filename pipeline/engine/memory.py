@@ -18,7 +18,7 @@ from pipeline.engine.weights import estimate_weights
 from pipeline.engine.workspace import Workspace
 from pipeline.network.inputs import network_inputs, network_outputs
 from pipeline.network.spec import NetworkSpec
-from pipeline.quantization.selection import Int4Rules
+from pipeline.quantization.selection import NOTHING, Rules
 
 if TYPE_CHECKING:
     from pipeline.checkpoint.architecture import Architecture
@@ -27,7 +27,7 @@ if TYPE_CHECKING:
 # GPU has run these engines yet; CUDA contexts of this size are usual.
 RESERVE_BYTES = 1 << 30
 _FLOAT32 = 4
-__all__ = ["RESERVE_BYTES", "Fit", "Int4Rules", "MemoryPlan", "estimate_weights", "fit_batches", "plan_memory"]
+__all__ = ["RESERVE_BYTES", "Fit", "MemoryPlan", "estimate_weights", "fit_batches", "plan_memory"]
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -64,14 +64,14 @@ def plan_memory(
     *,
     dtype: str,
     limits: BuildLimits,
-    int4: Int4Rules | None = None,
+    rules: Rules = NOTHING,
     fp8: bool = False,
     moe: str = "dense",
     split: Split = WHOLE,
 ) -> MemoryPlan:
     """What an engine of these limits needs; of a split model, the GPU with the heaviest layers. dtype: of 16/32-bit
     weights, activations and the KV cache. fp8: linears stay in the source's FP8 blocks."""
-    part = _pick_part(architecture, dtype, limits, int4, fp8=fp8, moe=moe, split=split)
+    part = _pick_part(architecture, dtype, limits, rules, fp8=fp8, moe=moe, split=split)
     profiles = limits.profiles()
     per_token = part.kv_bytes_per_token
     return MemoryPlan(
@@ -90,7 +90,7 @@ def fit_batches(
     gpu_bytes: int,
     dtype: str,
     limits: BuildLimits,
-    int4: Int4Rules | None = None,
+    rules: Rules = NOTHING,
     fp8: bool = False,
     moe: str = "dense",
     split: Split = WHOLE,
@@ -99,7 +99,7 @@ def fit_batches(
 
     Keeps the limits' rows per context step; a context step holds no more sequences than the limits allow it.
     """
-    part = _pick_part(architecture, dtype, limits, int4, fp8=fp8, moe=moe, split=split)
+    part = _pick_part(architecture, dtype, limits, rules, fp8=fp8, moe=moe, split=split)
     return tuple(
         Fit(length=length, batch=_find_largest(_Needs(part=part, limits=limits, length=length).nbytes, gpu_bytes))
         for length in _lengths(limits.max_seq_len)
@@ -138,7 +138,7 @@ def _pick_part(
     architecture: Architecture,
     dtype: str,
     limits: BuildLimits,
-    int4: Int4Rules | None,
+    rules: Rules,
     *,
     fp8: bool,
     moe: str,
@@ -147,7 +147,7 @@ def _pick_part(
     """The part with the most weights: of pipeline stages, the cache and the workspace are alike."""
     weights = {
         layers: estimate_weights(
-            architecture, dtype=dtype, max_seq_len=limits.max_seq_len, int4=int4, fp8=fp8, split=split, layers=layers
+            architecture, dtype=dtype, max_seq_len=limits.max_seq_len, rules=rules, fp8=fp8, split=split, layers=layers
         )
         for layers in split.stages(architecture)
     }

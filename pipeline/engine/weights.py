@@ -12,7 +12,7 @@ from pipeline.checkpoint.layouts import list_kinds
 from pipeline.checkpoint.layouts.scales import BLOCK, count_blocks
 from pipeline.checkpoint.tensors import MODEL_DTYPE_BYTES
 from pipeline.engine.split import WHOLE, Split
-from pipeline.quantization.selection import Int4Rules
+from pipeline.quantization.selection import FORMATS, NOTHING, Decision, Rules
 
 if TYPE_CHECKING:
     from pipeline.checkpoint.architecture import Architecture
@@ -27,7 +27,7 @@ def estimate_weights(
     *,
     dtype: str,
     max_seq_len: int,
-    int4: Int4Rules | None = None,
+    rules: Rules = NOTHING,
     fp8: bool = False,
     split: Split = WHOLE,
     layers: range | None = None,
@@ -45,13 +45,14 @@ def estimate_weights(
             blocks = math.prod(count_blocks(mapping.target_shape))
             total += count * blocks * (BLOCK * BLOCK + _FLOAT32) // share  # the last ones are filled up
             continue
-        elements, quantized = math.prod(mapping.target_shape), 0
-        group = int4.pick_group(mapping.role, mapping.target_shape) if int4 else None
-        if int4 and group:
-            # Of a split model's experts, as many on each GPU.
-            quantized = int4.count_chosen(kind)[0] * count // kind.count
-            total += quantized * (elements // 2 + elements // group * e) // share
         # Routers run in float32, and their constants are widened when the engine is built.
-        total += (count - quantized) * elements * (_FLOAT32 if mapping.role == "router" else e) // share
+        plain = math.prod(mapping.target_shape) * (_FLOAT32 if mapping.role == "router" else e)
+        decisions = rules.count(kind) if len(mapping.target_shape) == 2 else {"": kind.count}
+        for decision, chosen in decisions.items():
+            nbytes = plain
+            if isinstance(decision, Decision):
+                nbytes = FORMATS[decision.format].nbytes(mapping.target_shape, decision.group, e)
+            # Of a split model's experts, as many of each on each GPU.
+            total += chosen * count // kind.count * nbytes // share
     rotary = architecture.latent.qk_rope_head_dim if architecture.latent else architecture.head_dim
     return total + max_seq_len * rotary * _FLOAT32

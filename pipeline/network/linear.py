@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import math
 
-from pipeline.checkpoint.layouts.scales import BLOCK, BLOCK_SCALES, INT4_SCALES, PRESCALE
+from pipeline.checkpoint.layouts.scales import BLOCK, BLOCK_SCALES, PRESCALE, WEIGHT_SCALES
 from pipeline.checkpoint.tensors import MODEL_DTYPES
 from pipeline.network.graph import Graph, Tensor
 from pipeline.network.weights import BlockWeight, Weights
@@ -34,7 +34,7 @@ def linear(
             scale = at.constant(PRESCALE, quantized.prescale, (1, in_features))
             x = at.product("prescaled", x, scale)
         packed = at.int4("weight", quantized.packed)
-        scales = at.constant(INT4_SCALES, quantized.scales)
+        scales = at.constant(WEIGHT_SCALES, quantized.scales)
         weight = at.dequantize("dequantize", packed, scales)
     else:
         weight = plain_weight(at, weights, base, out_features, in_features)

@@ -11,7 +11,7 @@ from __future__ import annotations
 from collections.abc import Callable
 from dataclasses import dataclass
 
-from pipeline.checkpoint.layouts.scales import INT4_SCALES, PRESCALE
+from pipeline.checkpoint.layouts.scales import PRESCALE, WEIGHT_SCALES
 from pipeline.errors import CompatibilityError
 from pipeline.network.context import Context
 from pipeline.network.graph import Graph, Tensor
@@ -68,7 +68,7 @@ def _stack(g: Graph, context: Context, name: str, count: int, out_features: int,
         )
     quantized = weights.read_int4_stack(bases, out_features, in_features)
     packed = at.int4("weight", quantized.packed)
-    scales = at.constant(INT4_SCALES, quantized.scales)
+    scales = at.constant(WEIGHT_SCALES, quantized.scales)
     prescale = None
     if quantized.prescale is not None:
         rows = quantized.prescale.shape[0]

@@ -8,7 +8,7 @@ from dataclasses import dataclass
 import numpy as np
 import numpy.typing as npt
 
-from pipeline.checkpoint.layouts.scales import BLOCK, BLOCK_SCALES, FP8, INT4_SCALES, PRESCALE, count_blocks
+from pipeline.checkpoint.layouts.scales import BLOCK, BLOCK_SCALES, FP8, PRESCALE, WEIGHT_SCALES, count_blocks
 from pipeline.checkpoint.tensors import MODEL_DTYPES, RawTensor, TensorSource
 from pipeline.errors import CheckpointError, CompatibilityError
 from pipeline.network.derived import Constant, Derived
@@ -61,7 +61,8 @@ class Weights:
             )
 
     def is_int4(self, base: str) -> bool:
-        return self.has(f"{base}.{INT4_SCALES}")
+        weight = self.source.tensors.get(f"{base}.weight")
+        return weight is not None and weight.dtype == "I8" and self.has(f"{base}.{WEIGHT_SCALES}")
 
     def is_fp8(self, base: str) -> bool:
         """Whether a linear is stored in FP8 blocks."""
@@ -194,7 +195,7 @@ class Weights:
         )
 
     def _group(self, base: str, out_features: int, in_features: int) -> int:
-        info = self.source.tensors[f"{base}.{INT4_SCALES}"]
+        info = self.source.tensors[f"{base}.{WEIGHT_SCALES}"]
         blocks = info.shape[1] if len(info.shape) == 2 else 0
         if info.shape[:1] != (out_features,) or blocks < 1 or in_features % blocks or out_features % 2:
             raise CheckpointError(
@@ -208,7 +209,7 @@ class Weights:
         return raw.data.reshape(out_features // 2, in_features)
 
     def _raw_scales(self, base: str, out_features: int, in_features: int, group: int) -> npt.NDArray[np.float32]:
-        name = f"{base}.{INT4_SCALES}"
+        name = f"{base}.{WEIGHT_SCALES}"
         raw = self.read(name, (out_features, in_features // group), dtypes=("F32",))
         scales: npt.NDArray[np.float32] = raw.data.view(np.float32).reshape(raw.shape)
         return scales
@@ -229,7 +230,7 @@ class Weights:
             stored, back = upper, (upper.astype(np.uint32) << 16).view(np.float32)
         if not np.array_equal(back, scales):
             raise CheckpointError(
-                f"tensor {base}.{INT4_SCALES} holds scales that {self.dtype} cannot represent",
+                f"tensor {base}.{WEIGHT_SCALES} holds scales that {self.dtype} cannot represent",
                 hint="the checkpoint was quantized for another type: quantize it again",
             )
         return stored.reshape(-1).view(np.uint8)

@@ -18,7 +18,7 @@ from typing import TYPE_CHECKING
 import torch
 
 from pipeline.quantization.int4 import round_trip
-from pipeline.quantization.problem import Choice, Loss, Problem
+from pipeline.quantization.problem import Choice, Loss, Problem, Treatment
 
 if TYPE_CHECKING:
     from torch import Tensor
@@ -44,25 +44,25 @@ def choose(problem: Problem) -> Choice:
     total = torch.zeros(len(candidates), dtype=torch.float64)
     for linear in linears:
         weight, inputs = problem.read(linear.name), problem.inputs[linear.name]
-        found = [output_error(weight, s, inputs.rows, linear.group, problem.scale_dtype) for _, s in candidates]
+        found = [output_error(weight, s, inputs.rows, linear.group_size, problem.scale_dtype) for _, s in candidates]
         errors[linear.name] = found
         outputs[linear.name] = _squared(inputs.rows @ weight.T)
         # Rows are a sample: weigh them by the tokens that they stand for.
         total += torch.tensor(found, dtype=torch.float64) * (inputs.tokens / max(inputs.rows.shape[0], 1))
     best = int(total.argmin())
     alpha, scale = candidates[best]
-    limits, after = {}, {linear.name: errors[linear.name][best] for linear in linears}
+    treatments, after = {}, {linear.name: errors[linear.name][best] for linear in linears}
     if problem.clip:
         for linear in linears:
             inputs = problem.inputs[linear.name]
             found_limits, error = _clip(problem, linear, scale, inputs, after[linear.name])
             if found_limits is not None:
-                limits[linear.name], after[linear.name] = found_limits, error
+                treatments[linear.name], after[linear.name] = Treatment(limits=found_limits), error
     losses = {
         name: Loss(errors[name][0] / max(outputs[name], 1e-30), after[name] / max(outputs[name], 1e-30))
         for name in errors
     }
-    return Choice(alpha=alpha, scale=None if alpha == 0 else scale, limits=limits, losses=losses)
+    return Choice(alpha=alpha, scale=None if alpha == 0 else scale, treatments=treatments, losses=losses)
 
 
 def output_error(
@@ -93,12 +93,15 @@ def _candidates(problem: Problem) -> list[tuple[float, Tensor]]:
 def _clip(problem: Problem, linear: Linear, scale: Tensor, inputs: Inputs, error: float) -> tuple[Tensor | None, float]:
     """(limits [O, I/g], error) where clipping lowers the linear's error below `error`, else (None, error)."""
     weight = problem.read(linear.name)
-    grouped_rows = (inputs.rows / scale).view(inputs.rows.shape[0], -1, linear.group).transpose(0, 1)
+    grouped_rows = (inputs.rows / scale).view(inputs.rows.shape[0], -1, linear.group_size).transpose(0, 1)
     gram = grouped_rows.transpose(1, 2) @ grouped_rows  # [I/g, g, g]
     limits = torch.cat(
-        [_clip_rows(part * scale, gram, linear.group, problem.scale_dtype) for part in torch.split(weight, CLIP_ROWS)]
+        [
+            _clip_rows(part * scale, gram, linear.group_size, problem.scale_dtype)
+            for part in torch.split(weight, CLIP_ROWS)
+        ]
     )
-    clipped = output_error(weight, scale, inputs.rows, linear.group, problem.scale_dtype, limits)
+    clipped = output_error(weight, scale, inputs.rows, linear.group_size, problem.scale_dtype, limits)
     return (limits, clipped) if clipped < error else (None, error)
 
 

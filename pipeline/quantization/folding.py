@@ -6,6 +6,7 @@ that reads it. Everything is multiplied out in float32 and rounded once.
 
 from __future__ import annotations
 
+from dataclasses import replace
 from typing import TYPE_CHECKING
 
 import torch
@@ -19,6 +20,7 @@ if TYPE_CHECKING:
     from torch import Tensor
 
     from pipeline.checkpoint.tensors import TensorSource
+    from pipeline.quantization.problem import Treatment
     from pipeline.quantization.scale_groups import ResolvedFold, ScaleGroup
 
 
@@ -64,9 +66,11 @@ class Adjustments:
             result = result / (rows[:, None] if result.ndim == 2 else rows)
         return result
 
-    def apply_limits(self, name: str, limits: Tensor | None) -> Tensor | None:
+    def apply_treatment(self, name: str, treatment: Treatment) -> Treatment:
         """Clipping limits [O, I/g] were found before the rows of `name` were divided."""
-        return limits / self._rows[name][:, None] if limits is not None and name in self._rows else limits
+        if treatment.limits is None or name not in self._rows:
+            return treatment
+        return replace(treatment, limits=treatment.limits / self._rows[name][:, None])
 
     def apply_16bit(self, tensor: str, raw: RawTensor) -> RawTensor:
         """A tensor that stays in the model's type, with its scales. Raises QuantizationError where it overflows."""

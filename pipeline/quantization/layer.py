@@ -12,16 +12,19 @@ from pipeline.checkpoint.block_scales import read_weight
 from pipeline.errors import QuantizationError
 from pipeline.quantization.capture import EXPERTS, Captured, Inputs
 from pipeline.quantization.folding import Adjustments, realise
-from pipeline.quantization.problem import Choice, Problem
+from pipeline.quantization.methods import CHOOSERS
+from pipeline.quantization.problem import PLAIN, Choice, Problem, Treatment
+from pipeline.quantization.scale_groups import scale_groups
+from pipeline.quantization.selection import METHODS
 
 if TYPE_CHECKING:
-    from collections.abc import Mapping, Sequence
+    from collections.abc import Collection, Mapping, Sequence
 
     from torch import Tensor
 
+    from pipeline.checkpoint.architecture import Architecture
     from pipeline.checkpoint.tensors import TensorSource
     from pipeline.progress import Progress
-    from pipeline.quantization.methods import Method
     from pipeline.quantization.rules import Linear
     from pipeline.quantization.scale_groups import ScaleGroup
 
@@ -30,30 +33,46 @@ FEW_TOKENS = 32
 UNROUTED = ("round_to_nearest", "share_scale", "error")  # see settings.py
 
 
+def group_linears(
+    architecture: Architecture, layer: int, present: Collection[str], linears: Mapping[str, Linear]
+) -> list[tuple[str, ScaleGroup]]:
+    """The scale groups of a layer's linears to quantize, each with its method: linears of two methods share no scale.
+
+    `present`: full names of the layer's linears, without ".weight".
+    """
+    by_method: dict[str, list[str]] = {}
+    for name, linear in linears.items():
+        by_method.setdefault(linear.method, []).append(name)
+    return [
+        (method, group)
+        for method, names in by_method.items()
+        for group in scale_groups(architecture, layer, present, set(names))
+    ]
+
+
 @dataclass(slots=True)
 class LayerPlan:
-    """What `write` needs: the scales, the clipping limits by linear, and the report's rows by linear."""
+    """What `write` needs: the scales, the treatments by linear, and the report's rows by linear."""
 
     adjustments: Adjustments
-    limits: dict[str, Tensor] = field(default_factory=dict)
+    treatments: dict[str, Treatment] = field(default_factory=dict)
     rows: dict[str, dict[str, Any]] = field(default_factory=dict)
     experts: dict[str, Any] | None = None
 
 
 def plan_layer(
     layer: int,
-    groups: Sequence[ScaleGroup],
+    groups: Sequence[tuple[str, ScaleGroup]],
     linears: Mapping[str, Linear],
     source: TensorSource,
     captured: Captured | None,
-    method: Method,
     *,
     dtype: torch.dtype,
     clip: bool,
     unrouted: str,
     progress: Progress,
 ) -> LayerPlan:
-    """Asks the method about every group. `captured` is None for a method that measures nothing.
+    """Asks the methods about their groups. `captured` is None where none measures anything.
 
     Raises QuantizationError for experts without tokens where `unrouted` is "error".
     """
@@ -61,19 +80,20 @@ def plan_layer(
     starved = _find_starved(captured)
     if captured is not None and captured.experts:
         plan.experts = _report_experts(layer, captured, starved, unrouted)
-    for group in groups:
-        inputs = _inputs_of(group, linears, source, captured, starved, unrouted) if captured is not None else {}
+    for method, group in groups:
+        looks = captured if METHODS[method].measures else None
+        inputs = _inputs_of(group, linears, source, looks, starved, unrouted) if looks is not None else {}
         problem = Problem(
             name=group.name,
             linears=tuple(linears[name] for name in group.linears),
             read=partial(_read_weight, source),
-            mean_abs=_mean_abs(group, captured, inputs),
+            mean_abs=_mean_abs(group, looks, inputs),
             inputs=inputs,
             realise=partial(realise, fold=group.fold, source=source, dtype=dtype),
             scale_dtype=dtype,
             clip=clip and group.clip,
         )
-        _take(plan, group, method.choose(problem), linears, source)
+        _take(plan, group, CHOOSERS[method](problem), linears, source)
         progress.advance(1)
     return plan
 
@@ -82,14 +102,17 @@ def _take(
     plan: LayerPlan, group: ScaleGroup, choice: Choice, linears: Mapping[str, Linear], source: TensorSource
 ) -> None:
     place = plan.adjustments.add(group, choice.scale, source) if choice.scale is not None else None
-    plan.limits.update(choice.limits)
+    plan.treatments.update(choice.treatments)
     for name in group.linears:
         loss = choice.losses.get(name)
+        treatment = choice.treatments.get(name, PLAIN)
         plan.rows[name] = {
+            "method": linears[name].method,
+            "format": linears[name].format,
             "group_size": linears[name].group,
             "alpha": choice.alpha,
             "scale": place,
-            "clipped": name in choice.limits,
+            "clipped": treatment.limits is not None,
             "loss_before": _round(loss.before) if loss else None,
             "loss_after": _round(loss.after) if loss else None,
         }

@@ -48,11 +48,27 @@ class Loss:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
+class Treatment:
+    """How one linear's scaled weight becomes stored values, where that is not plain rounding to nearest.
+
+    `limits` [O, I/g] bounds the weights of a group (absent: its own amax). `round` gives an INT4 linear's
+    (q int8 [O, I], scales float32 [O, I/g]) for its scaled weight [O, I] in place of rounding to nearest; called when
+    the linear is written, so that only one is held. `input_amax`: the largest |input| to expect, for static scales.
+    """
+
+    limits: Tensor | None = None
+    round: Callable[[Tensor], tuple[Tensor, Tensor]] | None = None
+    input_amax: float | None = None
+
+
+PLAIN = Treatment()
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
 class Choice:
-    """`scale` [I] multiplies the columns of every linear of the group (None: 1), `limits[name]` [O, I/g] bounds the
-    scaled weights of a group (absent: its own amax)."""
+    """`scale` [I] multiplies the columns of every linear of the group (None: 1); `treatments` by linear."""
 
     alpha: float | None = None
     scale: Tensor | None = None
-    limits: Mapping[str, Tensor] = field(default_factory=dict)
+    treatments: Mapping[str, Treatment] = field(default_factory=dict)
     losses: Mapping[str, Loss] = field(default_factory=dict)

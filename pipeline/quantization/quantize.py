@@ -27,11 +27,10 @@ from pipeline.progress import SILENT, Progress
 from pipeline.quantization import calibration
 from pipeline.quantization.calibration import Calibration
 from pipeline.quantization.folding import Adjustments
-from pipeline.quantization.layer import UNROUTED, LayerPlan, plan_layer
-from pipeline.quantization.methods import find_method
+from pipeline.quantization.layer import UNROUTED, LayerPlan, group_linears, plan_layer
 from pipeline.quantization.report import REPORT, QuantizationReport
 from pipeline.quantization.rules import choose_linears
-from pipeline.quantization.scale_groups import scale_groups
+from pipeline.quantization.selection import METHODS, name_algo
 from pipeline.quantization.shard import model_dtype, write_shard
 from pipeline.quantization.text import sample_tokens
 
@@ -83,15 +82,8 @@ class _Run:
                 f"stages.quantize.unrouted_experts: {settings.unrouted_experts} is no policy",
                 hint=f"policies: {', '.join(UNROUTED)}",
             )
-        self.method = find_method(settings.method)
         self.dtype = model_dtype(read_own_key(source, hint="quantize starts from what convert wrote")["dtype"])
-        self.selection = choose_linears(
-            layout_for(source.architecture).mappings(),
-            source.tensors,
-            include=settings.include,
-            exclude=settings.exclude,
-            group_size=settings.group_size,
-        )
+        self.selection = choose_linears(layout_for(source.architecture).mappings(), source.tensors, settings.rules)
         self.calibration = Calibration(
             source,
             workspace,
@@ -112,7 +104,7 @@ class _Run:
             )
         for pattern in self.selection.idle_patterns:
             self.progress.note(f"exclude pattern {pattern} matches no linear")
-        states = 2 * self.calibration.states(0).nbytes if self.method.measures else 0
+        states = 2 * self.calibration.states(0).nbytes if self.measures else 0
         self.workspace.require(sum(info.nbytes for info in self.source.tensors.values()) + states)
 
     def quantize_layer(self, layer: int) -> None:
@@ -120,12 +112,13 @@ class _Run:
         prefix = f"transformer.layers.{layer}."
         names = [name for name in self.source.tensors if name.startswith(prefix)]
         linears = {name: linear for name, linear in self.selection.linears.items() if linear.layer == layer}
-        groups = scale_groups(
-            self.source.architecture, layer, {name.removesuffix(".weight") for name in names}, linears.keys()
+        groups = group_linears(
+            self.source.architecture, layer, {name.removesuffix(".weight") for name in names}, linears
         )
         captured = None
-        if self.method.measures and groups:
-            captured = self.calibration.capture(layer, sorted({group.seen_at for group in groups}))
+        watched = sorted({group.seen_at for method, group in groups if METHODS[method].measures})
+        if watched:
+            captured = self.calibration.capture(layer, watched)
             self.progress.start(f"choosing scales of layer {layer}", len(groups), "groups")
         plan = plan_layer(
             layer,
@@ -133,15 +126,22 @@ class _Run:
             linears,
             self.source,
             captured,
-            self.method,
             dtype=self.dtype,
             clip=self.settings.clip,
             unrouted=self.settings.unrouted_experts,
-            progress=self.progress if self.method.measures else SILENT,
+            progress=self.progress if watched else SILENT,
         )
         self._write(f"layer-{layer}", layer, names, plan)
         if captured is not None:
             self.calibration.forget(layer)
+
+    @cached_property
+    def measures(self) -> bool:
+        return any(METHODS[linear.method].measures for linear in self.selection.linears.values())
+
+    @cached_property
+    def quant_algo(self) -> str:
+        return name_algo(linear.format for linear in self.selection.linears.values())
 
     @cached_property
     def copied(self) -> dict[str, list[str]]:
@@ -169,7 +169,7 @@ class _Run:
         ]
         report = QuantizationReport(
             method=self.settings.method,
-            quant_algo=self.method.format.quant_algo,
+            quant_algo=self.quant_algo,
             group_size=self.settings.group_size,
             calibration=self._describe_calibration(),
             linears={name: row for part in parts for name, row in part["linears"].items()},
@@ -192,8 +192,7 @@ class _Run:
         count = self.source.architecture.num_layers + len(self.copied)
         path = self.workspace.path / f"model-{index + 1:05}-of-{count:05}.safetensors"
         self.progress.start(f"packing {step}", sum(self.source.tensors[name].nbytes for name in names), "B")
-        form = self.method.format
-        infos = write_shard(path, names, self.source, self.selection.linears, plan, form, self.progress)
+        infos = write_shard(path, names, self.source, self.selection.linears, plan, self.progress)
         self._part(step).parent.mkdir(exist_ok=True)
         part = {
             "file": path.name,
@@ -221,19 +220,22 @@ class _Run:
         )
 
     def _describe_calibration(self) -> dict[str, Any] | None:
-        if not self.method.measures:
+        if not self.measures:
             return None
         c = self.settings.calibration
         return {"files": [f.name for f in c.files], "samples": c.samples, "length": c.length, "seed": c.seed}
 
     def _write_config(self, infos: Sequence[TensorInfo]) -> Path:
         quantization = {
-            "quant_algo": self.method.format.quant_algo,
+            "quant_algo": self.quant_algo,
             "method": self.settings.method,
             "group_size": self.settings.group_size,
             "has_zero_point": False,
             "pre_quant_scale": any(info.name.endswith(PRESCALE) for info in infos),
-            "quantized": {name: linear.group for name, linear in self.selection.linears.items()},
+            "quantized": {
+                name: {"format": linear.format, "group_size": linear.group}
+                for name, linear in self.selection.linears.items()
+            },
         }
         has_fp8 = any(info.dtype == FP8 for info in infos)
         return write_quantized(self.source, self.workspace.path, quantization, has_fp8=has_fp8)

@@ -6,10 +6,10 @@ from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
 from pipeline.errors import CompatibilityError
-from pipeline.quantization.selection import GROUP_SIZES, NEVER, QUANTIZABLE, compile_patterns, pick_group
+from pipeline.quantization.selection import METHODS, NEVER, NONE, QUANTIZABLE, Decision, Rules, find_pattern
 
 if TYPE_CHECKING:
-    from collections.abc import Iterable, Mapping, Sequence
+    from collections.abc import Iterable, Mapping
 
     from pipeline.checkpoint.layouts import Mapping as TensorMapping
     from pipeline.checkpoint.tensors import TensorInfo
@@ -17,14 +17,28 @@ if TYPE_CHECKING:
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Linear:
-    """A linear to quantize: `name` without ".weight", `shape` (out, in), `group` input features per scale."""
+    """A linear to quantize: `name` without ".weight", `shape` (out, in), `method` a key of METHODS, `group` input
+    features per scale in a grouped format."""
 
     name: str
     role: str
     layer: int
     expert: int | None
     shape: tuple[int, int]
-    group: int
+    method: str
+    group: int | None
+
+    @property
+    def format(self) -> str:
+        """A key of FORMATS."""
+        return METHODS[self.method].format
+
+    @property
+    def group_size(self) -> int:
+        """The group, of a linear in a grouped format."""
+        if self.group is None:
+            raise ValueError(f"{self.name} is stored as {self.format}, without groups")
+        return self.group
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -36,61 +50,51 @@ class Selection:
     idle_patterns: tuple[str, ...]
 
     def smaller_groups(self, wanted: int) -> dict[str, int]:
-        """Linears that `wanted` does not divide, with the group they got instead."""
-        return {name: linear.group for name, linear in self.linears.items() if linear.group != wanted}
+        """Linears with a smaller group than `wanted`, mostly since that does not divide them."""
+        return {name: x.group for name, x in self.linears.items() if x.group is not None and x.group < wanted}
 
 
-def choose_linears(
-    mappings: Iterable[TensorMapping],
-    tensors: Mapping[str, TensorInfo],
-    *,
-    include: Sequence[str],
-    exclude: Sequence[str],
-    group_size: int,
-) -> Selection:
+def choose_linears(mappings: Iterable[TensorMapping], tensors: Mapping[str, TensorInfo], rules: Rules) -> Selection:
     """Applies the rules to an engine checkpoint's weight matrices, `mappings` telling each one's role.
 
-    `include` names roles, `exclude` shell patterns of engine tensor names. Raises CompatibilityError for a role that
-    cannot be quantized, and where nothing is left to quantize.
+    Raises CompatibilityError for a role that cannot be quantized, a method that this version does not have, and where
+    nothing is left to quantize.
     """
-    for role in include:
+    for role in rules.include:
         if role not in QUANTIZABLE:
             reason = "is never quantized" if role in NEVER else "is not a role"
             raise CompatibilityError(
                 f"stages.quantize.include: {role} {reason}", hint=f"quantizable roles: {', '.join(QUANTIZABLE)}"
             )
+    if rules.method not in (NONE, *METHODS):
+        raise CompatibilityError(
+            f"stages.quantize.method: {rules.method} is not available", hint=f"methods: {', '.join(sorted(METHODS))}"
+        )
     linears: dict[str, Linear] = {}
     kept: dict[str, str] = {}
-    excludes = {pattern: compile_patterns([pattern]) for pattern in exclude}
-    idle = set(exclude)
+    patterns = {pattern: find_pattern((pattern,)) for pattern in (*rules.exclude, *(r.pattern for r in rules.recipe))}
+    idle = set(patterns)
     for mapping in mappings:
         info = tensors.get(mapping.target)
         if info is None or len(info.shape) != 2 or not mapping.target.endswith(".weight"):
             continue
         name = mapping.target.removesuffix(".weight")
-        matches = [pattern for pattern, names in excludes.items() if names(info.name)]
-        idle.difference_update(matches)
-        rows, columns = info.shape
-        group = pick_group(info.shape, group_size)
-        if mapping.role not in include:
-            kept[name] = f"role {mapping.role} {'is never quantized' if mapping.role in NEVER else 'is not included'}"
-        elif matches:
-            kept[name] = f"excluded by {matches[0]}"
-        elif rows % 2:
-            kept[name] = f"its {rows} output features do not pack in pairs"
-        elif group is None:
-            sizes = ", ".join(str(size) for size in GROUP_SIZES if size <= group_size)
-            kept[name] = f"no group of {sizes} divides its {columns} input features"
-        elif mapping.layer is None:
-            kept[name] = "belongs to no decoder layer"
-        else:
+        idle.difference_update([pattern for pattern in idle if patterns[pattern](name) is not None])
+        decision = rules.decide(name, mapping.role, info.shape)
+        if isinstance(decision, Decision) and mapping.layer is None:
+            decision = "belongs to no decoder layer"
+        if isinstance(decision, str):
+            kept[name] = decision
+        elif mapping.layer is not None:
+            rows, columns = info.shape
             linears[name] = Linear(
                 name=name,
                 role=mapping.role,
                 layer=mapping.layer,
                 expert=mapping.expert,
                 shape=(rows, columns),
-                group=group,
+                method=decision.method,
+                group=decision.group,
             )
     if not linears:
         raise CompatibilityError(

@@ -1,14 +1,18 @@
-"""What may become INT4, and in which groups: asked by the config's checks, the memory plan and quantization itself.
+"""What becomes of each linear: asked by the config's checks, the memory plan and quantization itself.
 
-Pure Python without torch, since `validate` and `plan` start in milliseconds.
+All of them ask `Rules`, so that there is one answer. Pure Python without torch: `validate` and `plan` start in
+milliseconds.
 """
 
 from __future__ import annotations
 
+import math
 import re
-from collections.abc import Callable, Sequence
+from collections import Counter
+from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
 from fnmatch import translate
+from functools import cache
 from typing import TYPE_CHECKING, Literal, get_args
 
 if TYPE_CHECKING:
@@ -21,35 +25,159 @@ QUANTIZABLE: tuple[str, ...] = get_args(Role)
 NEVER = ("router", "norm", "embedding", "head", "attention_latent", "mtp")
 GroupSize = Literal[128, 64, 32]  # those that TensorRT's INT4 dequantization fuses into a GEMM
 GROUP_SIZES: tuple[int, ...] = get_args(GroupSize)
-# INT4 methods -> whether they measure: look at activations, so that text has to go through the model.
-METHODS = {"awq": True, "rtn": False}
+FLOAT32 = 4
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Int4Rules:
-    """Which linears become INT4: roles to include, shell patterns of engine names to leave out, the group wanted."""
+class FormatRow:
+    """How a linear's weight is stored: `bits` a weight, and one scale per group of inputs where it is `grouped`.
 
+    `quant_algo`: TensorRT-LLM's name.
+    """
+
+    quant_algo: str
+    bits: int
+    grouped: bool
+
+    def nbytes(self, shape: Sequence[int], group: int | None, scale_bytes: int = FLOAT32) -> int:
+        """Bytes of a weight [out, in] and its scales, each scale of `scale_bytes`."""
+        elements = math.prod(shape)
+        return elements * self.bits // 8 + (elements // group * scale_bytes if group else 0)
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class MethodRow:
+    """The format that a method makes, and whether it `measures`: looks at activations, so that text has to go through
+    the model."""
+
+    format: str
+    measures: bool
+
+
+FORMATS = {"int4": FormatRow(quant_algo="W4A16_AWQ", bits=4, grouped=True)}
+METHODS = {
+    "awq": MethodRow(format="int4", measures=True),
+    "rtn": MethodRow(format="int4", measures=False),
+}
+NONE = "none"  # the method that leaves a linear as it is
+MIXED = "MIXED_PRECISION"  # TensorRT-LLM's name for more than one of them
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Decision:
+    """What becomes of a linear: a key of METHODS, and for a grouped format its inputs per scale."""
+
+    method: str
+    group: int | None
+
+    @property
+    def format(self) -> str:
+        return METHODS[self.method].format
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Override:
+    """A recipe's row: what becomes of the linears that a shell pattern names, whatever their role. `method`: a key of
+    METHODS or "none"; `group_size` None: the rules' own."""
+
+    pattern: str
+    method: str
+    group_size: int | None = None
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Rules:
+    """Which linears are quantized and how: roles to include, shell patterns of engine names to leave out, the group
+    wanted, and a recipe, of whose rows the first that matches decides."""
+
+    method: str
     include: Sequence[str]
     exclude: Sequence[str] = ()
     group_size: int = 128
+    recipe: Sequence[Override] = ()
 
-    def pick_group(self, role: str, shape: tuple[int, ...]) -> int | None:
-        """The group of a linear [out, in], None where it stays 16-bit."""
-        return pick_group(shape, self.group_size) if role in self.include and len(shape) == 2 else None
+    @property
+    def methods(self) -> tuple[str, ...]:
+        """All methods that a linear may be given, sorted; none where nothing is quantized."""
+        return tuple(sorted({self.method, *(row.method for row in self.recipe)} & METHODS.keys()))
 
-    def count_chosen(self, kind: Kind) -> tuple[int, str]:
-        """How many tensors of a kind of linear roles and patterns leave, whether a group divides them or not, and the
-        first of them. Names are listed only where there are patterns to hold against them."""
-        if kind.first.role not in self.include:
-            return 0, ""
-        if not self.exclude:
-            return kind.count, kind.first.target
-        excludes = compile_patterns(self.exclude)
-        left = [name for name in kind.names() if not excludes(name)]
-        return len(left), left[0] if left else ""
+    @property
+    def measures(self) -> bool:
+        return any(METHODS[method].measures for method in self.methods)
+
+    def decide(self, name: str, role: str, shape: Sequence[int]) -> Decision | str:
+        """What becomes of the linear [out, in] `name`, or why it stays as it is."""
+        return self._decide(name, role, shape, self._matcher())
+
+    def count(self, kind: Kind) -> Counter[Decision | str]:
+        """The decisions on a kind's linears. Names are listed only where there are patterns to hold against them."""
+        role, shape = kind.first.role, kind.first.target_shape
+        if role in NEVER or not (self.exclude or self.recipe):
+            return Counter({self.decide(kind.first.target, role, shape): kind.count})
+        find = self._matcher()
+        return Counter(self._decide(name, role, shape, find) for name in kind.names())
+
+    def wishes(self, kind: Kind) -> dict[tuple[str, int], tuple[str, int]]:
+        """(method, group size) as asked for of a kind's linears, whether its shape allows it or not -> the first of
+        them, and how many."""
+        find = self._matcher()
+        found: dict[tuple[str, int], tuple[str, int]] = {}
+        is_uniform = not (self.exclude or self.recipe)
+        for name in (kind.first.target,) if is_uniform else kind.names():
+            wish = self._wish(name, kind.first.role, find)
+            if isinstance(wish, tuple):
+                first, count = found.get(wish, (name, 0))
+                found[wish] = first, count + (kind.count if is_uniform else 1)
+        return found
+
+    def _matcher(self) -> Callable[[str], int | None]:
+        return find_pattern((*self.exclude, *(row.pattern for row in self.recipe)))
+
+    def _decide(self, name: str, role: str, shape: Sequence[int], find: Callable[[str], int | None]) -> Decision | str:
+        wish = self._wish(name, role, find)
+        return wish if isinstance(wish, str) else fit(wish[0], shape, wish[1])
+
+    def _wish(self, name: str, role: str, find: Callable[[str], int | None]) -> tuple[str, int] | str:
+        """(method, group size) as asked for, or why the linear stays as it is."""
+        if role in NEVER:
+            return f"role {role} is never quantized"
+        index = find(name)
+        if index is not None and index < len(self.exclude):
+            return f"excluded by {self.exclude[index]}"
+        if index is not None:
+            row = self.recipe[index - len(self.exclude)]
+            if row.method == NONE:
+                return f"left as it is by the recipe's {row.pattern}"
+            return row.method, row.group_size or self.group_size
+        if role not in self.include or self.method not in METHODS:
+            return f"role {role} is not included"
+        return self.method, self.group_size
 
 
-def pick_group(shape: tuple[int, ...], wanted: int) -> int | None:
+NOTHING = Rules(method=NONE, include=())
+
+
+def name_algo(formats: Iterable[str]) -> str:
+    """TensorRT-LLM's name of what these formats are together."""
+    algos = {FORMATS[name].quant_algo for name in formats}
+    return algos.pop() if len(algos) == 1 else MIXED
+
+
+def fit(method: str, shape: Sequence[int], group_size: int) -> Decision | str:
+    """The decision for a linear [out, in] by a method, or why its shape does not allow it."""
+    rows, columns = shape
+    if not FORMATS[METHODS[method].format].grouped:
+        return Decision(method=method, group=None)
+    if rows % 2:
+        return f"its {rows} output features do not pack in pairs"
+    group = pick_group(shape, group_size)
+    if group is None:
+        sizes = ", ".join(str(size) for size in GROUP_SIZES if size <= group_size)
+        return f"no group of {sizes} divides its {columns} input features"
+    return Decision(method=method, group=group)
+
+
+def pick_group(shape: Sequence[int], wanted: int) -> int | None:
     """The largest group size not above `wanted` that divides the input of a linear [out, in]; None where none does.
 
     Nor is there one for an odd number of outputs, since two outputs share a byte.
@@ -58,12 +186,20 @@ def pick_group(shape: tuple[int, ...], wanted: int) -> int | None:
     return None if rows % 2 else next((size for size in GROUP_SIZES if size <= wanted and columns % size == 0), None)
 
 
-def compile_patterns(patterns: Sequence[str]) -> Callable[[str], object]:
-    """Whether any shell pattern names a tensor `X.weight`, with or without `.weight`.
+@cache
+def find_pattern(patterns: tuple[str, ...]) -> Callable[[str], int | None]:
+    """Which of the shell patterns is the first to name a linear X, as `X` or as `X.weight`.
 
     One expression for all patterns: DeepSeek-V3 has 45,000 expert linears to hold against them.
     """
     if not patterns:
         return lambda name: None
-    matches = re.compile("|".join(map(translate, patterns))).match
-    return lambda name: matches(name.removesuffix(".weight")) or matches(name)
+    # The group around a whole pattern is the last to close.
+    match = re.compile("|".join(f"(?P<pattern{i}>{translate(each)})" for i, each in enumerate(patterns))).match
+
+    def find(name: str) -> int | None:
+        bare = name.removesuffix(".weight")
+        groups = [found.lastgroup for spelled in (bare, f"{bare}.weight") if (found := match(spelled))]
+        return min((int(str(group).removeprefix("pattern")) for group in groups), default=None)
+
+    return find

@@ -6,6 +6,8 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import Protocol
 
+from pipeline.quantization.selection import Rules
+
 
 class CalibrationSettings(Protocol):
     """Text that activations are measured on: `samples` pieces of `length` tokens, drawn with `seed`."""
@@ -21,7 +23,7 @@ class CalibrationSettings(Protocol):
 
 
 class QuantizeSettings(Protocol):
-    """How to quantize: a key of `methods.METHODS`, and the rules of `rules.choose_linears`.
+    """How to quantize: the rules of what becomes of each linear, and what the report calls it (`method`, `group_size`).
 
     `unrouted_experts` is what happens to experts that calibration gave next to no tokens: "round_to_nearest" leaves out
     the search, "share_scale" searches on the tokens that the whole layer saw, "error" stops. The scale of the experts'
@@ -33,9 +35,7 @@ class QuantizeSettings(Protocol):
     @property
     def group_size(self) -> int: ...
     @property
-    def include(self) -> Sequence[str]: ...
-    @property
-    def exclude(self) -> Sequence[str]: ...
+    def rules(self) -> Rules: ...
     @property
     def calibration(self) -> CalibrationSettings: ...
     @property

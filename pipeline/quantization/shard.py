@@ -17,6 +17,8 @@ from pipeline.checkpoint.safetensors_file import write_safetensors
 from pipeline.checkpoint.shards import METADATA
 from pipeline.checkpoint.tensors import SAFETENSORS_DTYPE, RawTensor, TensorInfo
 from pipeline.quantization.folding import describe_vector
+from pipeline.quantization.formats import FORMATS
+from pipeline.quantization.problem import PLAIN
 
 if TYPE_CHECKING:
     from collections.abc import Iterator, Mapping, Sequence
@@ -26,7 +28,6 @@ if TYPE_CHECKING:
     from pipeline.progress import Progress
     from pipeline.quantization.int4 import Rows
     from pipeline.quantization.layer import LayerPlan
-    from pipeline.quantization.methods import Format
     from pipeline.quantization.rules import Linear
 
 
@@ -36,22 +37,21 @@ def write_shard(
     source: CheckpointFolder,
     linears: Mapping[str, Linear],
     plan: LayerPlan,
-    form: Format,
     progress: Progress,
 ) -> list[TensorInfo]:
     """Writes the source tensors `names`, those of `linears` quantized, and returns what the shard holds."""
     kept = [name for name in names if not _is_scale_of_widened(name)]
-    infos = [info for name in kept for info in _describe(source.tensors[name], linears, plan, form)]
-    write_safetensors(path, infos, _make(kept, source, linears, plan, form, progress), metadata=METADATA)
+    infos = [info for name in kept for info in _describe(source.tensors[name], linears, plan)]
+    write_safetensors(path, infos, _make(kept, source, linears, plan, progress), metadata=METADATA)
     return infos
 
 
-def _describe(info: TensorInfo, linears: Mapping[str, Linear], plan: LayerPlan, form: Format) -> list[TensorInfo]:
+def _describe(info: TensorInfo, linears: Mapping[str, Linear], plan: LayerPlan) -> list[TensorInfo]:
     linear = _linear_of(info.name, linears)
     dtype = SAFETENSORS_DTYPE[str(plan.adjustments.dtype).removeprefix("torch.")]
     if linear is None:
         return [TensorInfo(info.name, dtype, info.shape) if _is_widened(info) else info]
-    infos = form.describe(linear)
+    infos = FORMATS[linear.format].describe(linear)
     if linear.name in plan.adjustments.vectors:
         infos.append(describe_vector(linear.name, linear.shape[1], dtype))
     return infos
@@ -62,7 +62,6 @@ def _make(
     source: CheckpointFolder,
     linears: Mapping[str, Linear],
     plan: LayerPlan,
-    form: Format,
     progress: Progress,
 ) -> Iterator[RawTensor]:
     adjustments = plan.adjustments
@@ -78,8 +77,8 @@ def _make(
                 weight = open_rows(source, name)
             else:
                 weight = adjustments.apply(name, read_weight(source, name))
-            limits = adjustments.apply_limits(linear.name, plan.limits.get(linear.name))
-            yield from form.pack(linear, weight, limits, adjustments.dtype)
+            treatment = adjustments.apply_treatment(linear.name, plan.treatments.get(linear.name, PLAIN))
+            yield from FORMATS[linear.format].pack(linear, weight, treatment, adjustments.dtype)
             if linear.name in adjustments.vectors:
                 yield RawTensor.from_torch(adjustments.vectors[linear.name])
         source.release(name)

@@ -150,7 +150,7 @@ def _summarize_quantization(quantization: Mapping[str, Any] | None) -> dict[str,
     """Without the list of every linear, which config.json has."""
     if quantization is None:
         return None
-    linears: Sequence[str] | Mapping[str, int] = quantization.get("quantized", ())
+    linears: Sequence[str] | Mapping[str, object] = quantization.get("quantized", ())
     return {**{k: v for k, v in quantization.items() if k != "quantized"}, "linears": len(linears)}
 
 

@@ -15,7 +15,7 @@ from pipeline.checkpoint.layouts.scales import count_blocks
 from pipeline.checkpoint.tensors import MODEL_DTYPE_BYTES
 from pipeline.engine.description import STRIPPED
 from pipeline.engine.weights import estimate_weights
-from pipeline.quantization.selection import Int4Rules
+from pipeline.quantization.selection import FORMATS, Decision, Rules
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Mapping
@@ -64,7 +64,6 @@ def forecast(
     tensors: Mapping[str, TensorInfo],
     *,
     dtype: str,
-    int4: Int4Rules | None,
     fp8: bool,
 ) -> list[Forecast]:
     """The stages that write much, in order. fp8: the engine checkpoint keeps the source's FP8 blocks."""
@@ -88,18 +87,23 @@ def forecast(
             seconds=converted / CONVERT_RATE,
         )
     ]
-    if int4 is not None:
-        rounds = config.stages.quantize.method == "rtn"
+    rules = config.stages.quantize.rules
+    if rules.methods:
+        rounds = not rules.measures
         rows.append(
             Forecast(
                 stage="quantize",
-                disk_bytes=sizes.sum(lambda tensor: _int4_bytes(tensor, int4) or unquantized_bytes(tensor)),
+                disk_bytes=sizes.sum(lambda tensor: _quantized_bytes(tensor, rules) or unquantized_bytes(tensor)),
                 memory_bytes=ROUND_MEMORY if rounds else None,
                 seconds=wide / ROUND_RATE if rounds else None,
             )
         )
     weights = estimate_weights(
-        architecture, dtype=dtype, max_seq_len=config.stages.build.max_seq_len, int4=int4, fp8=fp8 and int4 is None
+        architecture,
+        dtype=dtype,
+        max_seq_len=config.stages.build.max_seq_len,
+        rules=rules,
+        fp8=fp8 and not rules.methods,
     )
     return [*rows, _forecast_build(config, architecture, weights)]
 
@@ -144,8 +148,9 @@ def _fp8_bytes(tensor: Tensor) -> int:
     return math.prod(tensor.target_shape) + math.prod(count_blocks(tensor.target_shape)) * FLOAT32
 
 
-def _int4_bytes(tensor: Tensor, rules: Int4Rules) -> int:
-    """0 for what does not become INT4. Excluded tensors are few, and counted as if they were not."""
-    group = rules.pick_group(tensor.role, tensor.target_shape)
-    elements = math.prod(tensor.target_shape)
-    return elements // 2 + elements // group * FLOAT32 if group else 0
+def _quantized_bytes(tensor: Tensor, rules: Rules) -> int:
+    """0 for what is not quantized. Tensors that patterns treat apart are few, and counted as if they were not."""
+    if len(tensor.target_shape) != 2:
+        return 0
+    decision = rules.decide(tensor.target, tensor.role, tensor.target_shape)
+    return FORMATS[decision.format].nbytes(tensor.target_shape, decision.group) if isinstance(decision, Decision) else 0

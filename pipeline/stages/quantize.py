@@ -29,7 +29,7 @@ def _parameters(config: Config) -> Mapping[str, Any]:
 
 
 def _applies(config: Config) -> bool:
-    return config.stages.quantize.method != "none"
+    return config.stages.quantize.applies
 
 
 def _run(context: StageContext) -> None:
@@ -46,7 +46,7 @@ def _run(context: StageContext) -> None:
 
 STAGE = Stage(
     name="quantize",
-    version=1,
+    version=2,
     run=_run,
     inputs=("convert",),
     sources=_sources,

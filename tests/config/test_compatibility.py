@@ -332,13 +332,11 @@ def test_the_choice_of_linears_is_the_quantizer_s(request, fixture):
     selection = choose_linears(
         mappings,
         {m.target: TensorInfo(m.target, "F16", m.target_shape) for m in mappings},
-        include=case.quantize.include,
-        exclude=case.quantize.exclude,
-        group_size=case.quantize.group_size,
+        case.quantize.rules,
     )
     ours: Counter[tuple[str, int]] = Counter()
     for linear in case.chosen:
-        if group := linear.pick_group(64):
+        if group := linear.group:
             assert selection.linears[linear.name].shape == (linear.out_features, linear.in_features)
             ours[re.sub(r"\d+", "*", linear.name), group] += linear.count
     assert ours == Counter((re.sub(r"\d+", "*", name), linear.group) for name, linear in selection.linears.items())

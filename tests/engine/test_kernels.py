@@ -5,7 +5,8 @@ from __future__ import annotations
 import pytest
 
 from pipeline.engine.kernels import plan_workspace
-from pipeline.engine.memory import Int4Rules, estimate_weights
+from pipeline.engine.memory import estimate_weights
+from pipeline.quantization.selection import Rules
 from tests.engine.conftest import LLAMA_INT4, V2_INT4, Built
 
 ENGINES = [("llama_engine", LLAMA_INT4), ("v2_engine", V2_INT4)]
@@ -23,8 +24,8 @@ def test_workspace_is_within_a_tenth(which: str, _: tuple[str, ...], request: py
 @pytest.mark.parametrize(("which", "int4"), ENGINES)
 def test_weights_are_within_a_fiftieth(which: str, int4: tuple[str, ...], request: pytest.FixtureRequest) -> None:
     built: Built = request.getfixturevalue(which)
-    rules = Int4Rules(include=int4, group_size=64)
-    planned = estimate_weights(built.architecture, dtype="float16", max_seq_len=built.spec.max_seq_len, int4=rules)
+    rules = Rules(method="rtn", include=int4, group_size=64)
+    planned = estimate_weights(built.architecture, dtype="float16", max_seq_len=built.spec.max_seq_len, rules=rules)
     assert planned == pytest.approx(built.description.weights_bytes, rel=0.02)
 
 

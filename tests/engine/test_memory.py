@@ -11,7 +11,8 @@ import pytest
 from pipeline.checkpoint.architecture import Architecture, parse_architecture
 from pipeline.checkpoint.layouts import layout_for
 from pipeline.engine.limits import BuildLimits, Rectangle
-from pipeline.engine.memory import Int4Rules, estimate_weights, fit_batches, plan_memory
+from pipeline.engine.memory import estimate_weights, fit_batches, plan_memory
+from pipeline.quantization.selection import Decision, Rules
 from tests.fixtures import LLAMA_CONFIG, V2_CONFIG, V3_CONFIG
 
 # https://huggingface.co/deepseek-ai/deepseek-llm-7b-base
@@ -63,12 +64,17 @@ def limits(batch: int, length: int, **changes: Any) -> BuildLimits:
     return BuildLimits(**values | changes)
 
 
-def count_bytes(architecture: Architecture, e: int, rules: Int4Rules | None = None, without: str = "") -> int:
+def group_of(rules: Rules, role: str, shape: tuple[int, ...]) -> int | None:
+    decision = rules.decide("a", role, shape)
+    return decision.group if isinstance(decision, Decision) else None
+
+
+def count_bytes(architecture: Architecture, e: int, rules: Rules | None = None, without: str = "") -> int:
     """The weights, tensor by tensor."""
     total = 0
     for mapping in layout_for(architecture).mappings():
         elements = math.prod(mapping.target_shape)
-        group = rules.pick_group(mapping.role, mapping.target_shape) if rules else None
+        group = rules and len(mapping.target_shape) == 2 and group_of(rules, mapping.role, mapping.target_shape)
         if mapping.optional:
             continue
         if group and not (without and mapping.target.startswith(without)):
@@ -86,15 +92,15 @@ def test_weights_of_a_published_model() -> None:
 def test_kinds_of_layers_add_up_to_all_tensors() -> None:
     architecture = parse_architecture(V2_CONFIG | {"num_hidden_layers": 5})
     tables = 256 * 16 * 4
-    rules = Int4Rules(include=ROLES, group_size=128)
+    rules = Rules(method="rtn", include=ROLES, group_size=128)
     assert estimate_weights(architecture, dtype="float16", max_seq_len=256) == count_bytes(architecture, 2) + tables
     assert (
-        estimate_weights(architecture, dtype="float16", max_seq_len=256, int4=rules)
+        estimate_weights(architecture, dtype="float16", max_seq_len=256, rules=rules)
         == count_bytes(architecture, 2, rules) + tables
     )
-    excluding = Int4Rules(include=ROLES, exclude=("transformer.layers.3.*",), group_size=128)
+    excluding = Rules(method="rtn", include=ROLES, exclude=("transformer.layers.3.*",), group_size=128)
     assert (
-        estimate_weights(architecture, dtype="float16", max_seq_len=256, int4=excluding)
+        estimate_weights(architecture, dtype="float16", max_seq_len=256, rules=excluding)
         == count_bytes(architecture, 2, rules, "transformer.layers.3.") + tables
     )
 
@@ -123,13 +129,13 @@ def test_the_mtp_layer_takes_no_room_in_an_engine() -> None:
 
 
 def test_groups() -> None:
-    rules = Int4Rules(include=("mlp",), group_size=128)
-    assert rules.pick_group("mlp", (8, 256)) == 128
-    assert rules.pick_group("mlp", (8, 10944)) == 64  # DeepSeek-V2-Lite's dense layer
-    assert rules.pick_group("mlp", (8, 100)) is None
-    assert rules.pick_group("mlp", (7, 256)) is None
-    assert rules.pick_group("router", (8, 256)) is None
-    assert Int4Rules(include=("mlp",), group_size=32).pick_group("mlp", (8, 256)) == 32
+    rules = Rules(method="rtn", include=("mlp",), group_size=128)
+    assert group_of(rules, "mlp", (8, 256)) == 128
+    assert group_of(rules, "mlp", (8, 10944)) == 64  # DeepSeek-V2-Lite's dense layer
+    assert group_of(rules, "mlp", (8, 100)) is None
+    assert group_of(rules, "mlp", (7, 256)) is None
+    assert group_of(rules, "router", (8, 256)) is None
+    assert group_of(Rules(method="rtn", include=("mlp",), group_size=32), "mlp", (8, 256)) == 32
 
 
 def test_kv_cache() -> None:
@@ -143,16 +149,16 @@ def test_kv_cache() -> None:
 
 @pytest.mark.parametrize("gpu_gib", [24, 80])
 def test_the_largest_batch_fits_and_one_more_does_not(gpu_gib: int) -> None:
-    available, rules = gpu_gib << 30, Int4Rules(include=ROLES)
-    fits = fit_batches(LLM_7B, gpu_bytes=available, dtype="float16", limits=limits(4, 4096), int4=rules)
+    available, rules = gpu_gib << 30, Rules(method="rtn", include=ROLES)
+    fits = fit_batches(LLM_7B, gpu_bytes=available, dtype="float16", limits=limits(4, 4096), rules=rules)
     assert [fit.length for fit in fits] == [1024, 2048, 4096]
-    weights = plan_memory(LLM_7B, dtype="float16", limits=limits(4, 4096), int4=rules).weights_bytes
+    weights = plan_memory(LLM_7B, dtype="float16", limits=limits(4, 4096), rules=rules).weights_bytes
     for fit in fits:
         assert fit.batch > 4
 
         def needed(batch: int, length: int = fit.length) -> int:
             # The context phase stays at the limits' 4 sequences: an extra rectangle, not measured here.
-            plan = plan_memory(LLM_7B, dtype="float16", limits=limits(batch, length), int4=rules)
+            plan = plan_memory(LLM_7B, dtype="float16", limits=limits(batch, length), rules=rules)
             generation = plan.workspaces[1][1].nbytes
             small = plan_memory(LLM_7B, dtype="float16", limits=limits(4, length, max_chunk=1024 * 2 // batch or 1))
             workspace = max(generation, small.workspaces[0][1].nbytes)
@@ -168,10 +174,10 @@ def test_too_small_a_gpu_fits_nothing() -> None:
 
 def test_as_fast_for_ninety_thousand_tensors() -> None:
     architecture = parse_architecture(V3_SIZES)
-    rules = Int4Rules(include=ROLES, exclude=("transformer.layers.60.*",))
+    rules = Rules(method="rtn", include=ROLES, exclude=("transformer.layers.60.*",))
     began = time.process_time()
-    plan_memory(architecture, dtype="bfloat16", limits=limits(16, 32768), int4=rules)
-    fit_batches(architecture, gpu_bytes=640 << 30, dtype="bfloat16", limits=limits(16, 32768), int4=rules)
+    plan_memory(architecture, dtype="bfloat16", limits=limits(16, 32768), rules=rules)
+    fit_batches(architecture, gpu_bytes=640 << 30, dtype="bfloat16", limits=limits(16, 32768), rules=rules)
     assert time.process_time() - began < 0.5
 
 

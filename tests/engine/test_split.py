@@ -9,15 +9,16 @@ import pytest
 
 from pipeline.checkpoint.architecture import Architecture, parse_architecture
 from pipeline.checkpoint.layouts import layout_for
-from pipeline.engine.memory import Int4Rules, estimate_weights, fit_batches, plan_memory
+from pipeline.engine.memory import estimate_weights, fit_batches, plan_memory
 from pipeline.engine.split import Split
+from pipeline.quantization.selection import Rules
 from tests.engine.test_memory import ROLES, V3_SIZES, limits
 from tests.fixtures import LLAMA_CONFIG, V2_CONFIG
 
 V2 = parse_architecture(V2_CONFIG | {"num_hidden_layers": 4, "torch_dtype": "float16"})
 LLAMA = parse_architecture(LLAMA_CONFIG | {"num_hidden_layers": 4})
 V3 = parse_architecture(V3_SIZES)
-RULES = Int4Rules(include=ROLES)
+RULES = Rules(method="rtn", include=ROLES)
 ROUTED_LAYERS = 58
 A100 = 80 << 30
 
@@ -80,10 +81,10 @@ def test_the_first_stage_keeps_the_dense_layers() -> None:
 
 def test_one_gpus_part_of_v3() -> None:
     """671B parameters in INT4 are 4.125 + 16/128 bits each, over 8 GPUs; attention's latent and the embedding stay."""
-    part = plan_memory(V3, dtype="float16", limits=limits(16, 4096), int4=RULES, split=Split(tensor=8))
+    part = plan_memory(V3, dtype="float16", limits=limits(16, 4096), rules=RULES, split=Split(tensor=8))
     experts = ROUTED_LAYERS * 256 * 3 * 7168 * 2048 * (0.5 + 2 / 128)
     assert experts / 8 < part.weights_bytes < experts / 8 * 1.2
-    whole = plan_memory(V3, dtype="float16", limits=limits(16, 4096), int4=RULES)
+    whole = plan_memory(V3, dtype="float16", limits=limits(16, 4096), rules=RULES)
     assert part.kv_bytes_per_token == whole.kv_bytes_per_token  # one latent, read by all heads
     assert part.workspace_bytes < whole.workspace_bytes
     assert whole.total_bytes > A100 > part.total_bytes
@@ -92,9 +93,9 @@ def test_one_gpus_part_of_v3() -> None:
 @pytest.mark.parametrize("split", [Split(tensor=8), Split(expert=8), Split(tensor=4, expert=2)])
 def test_what_fits_has_room_and_one_more_has_not(split: Split) -> None:
     given = limits(8, 2048)
-    for fit in fit_batches(V3, gpu_bytes=A100, dtype="float16", limits=given, int4=RULES, split=split):
+    for fit in fit_batches(V3, gpu_bytes=A100, dtype="float16", limits=given, rules=RULES, split=split):
         assert fit.batch > 8
-        plan = plan_memory(V3, dtype="float16", limits=limits(fit.batch, fit.length), int4=RULES, split=split)
+        plan = plan_memory(V3, dtype="float16", limits=limits(fit.batch, fit.length), rules=RULES, split=split)
         # Its context step may be larger than the limits', so this is no more than what fits.
         assert plan.weights_bytes + plan.pool_bytes + plan.workspaces[1][1].nbytes < A100
 

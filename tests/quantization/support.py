@@ -17,6 +17,7 @@ from pipeline.checkpoint.folder import CheckpointFolder
 from pipeline.checkpoint.layouts import layout_for
 from pipeline.checkpoint.reference import build_hf_layer, build_hf_rotary, causal_mask
 from pipeline.checkpoint.tensors import RawTensor, TensorInfo
+from pipeline.quantization.selection import Rules
 
 
 @dataclass
@@ -98,3 +99,7 @@ class Settings:
     calibration: CalibrationSettings = field(default_factory=CalibrationSettings)
     unrouted_experts: str = "round_to_nearest"
     clip: bool = False
+
+    @property
+    def rules(self) -> Rules:
+        return Rules(method=self.method, include=self.include, exclude=self.exclude, group_size=self.group_size)

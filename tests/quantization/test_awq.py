@@ -11,7 +11,7 @@ from hypothesis import strategies as st
 
 from pipeline.quantization import awq, int4, rtn
 from pipeline.quantization.capture import Inputs
-from pipeline.quantization.problem import Problem
+from pipeline.quantization.problem import PLAIN, Problem
 from pipeline.quantization.rules import Linear
 
 
@@ -24,7 +24,7 @@ def make_problem(
     realise: Callable[[torch.Tensor], torch.Tensor | None] = lambda s: s,
 ) -> Problem:
     linears = tuple(
-        Linear(name=name, role="mlp", layer=0, expert=None, shape=(w.shape[0], w.shape[1]), group=group)
+        Linear(name=name, role="mlp", layer=0, expert=None, shape=tuple(w.shape), method="awq", group=group)
         for name, w in weights.items()
     )
     inputs = Inputs(rows.abs().mean(0), rows, rows.shape[0])
@@ -78,8 +78,8 @@ def test_never_worse_than_rounding_to_nearest(seed: int, outliers: int, clip: bo
     weights, rows = planted(seed, outliers)
     choice = awq.choose(make_problem(weights, rows, clip=clip))
     before, after = (
-        sum(true_error(w, rows, scale, limits.get(name)) for name, w in weights.items())
-        for scale, limits in ((None, {}), (choice.scale, choice.limits))
+        sum(true_error(w, rows, scale, treatments.get(name, PLAIN).limits) for name, w in weights.items())
+        for scale, treatments in ((None, {}), (choice.scale, choice.treatments))
     )
     assert after <= before * (1 + 1e-4)  # in float32, by another order of sums
 
@@ -93,9 +93,9 @@ def test_clipping_pays_for_heavy_tails() -> None:
     rows[:, ::64] *= 0.02
     without = awq.choose(make_problem({"x": weight}, rows))
     clipped = awq.choose(make_problem({"x": weight}, rows, clip=True))
-    assert "x" in clipped.limits and not without.limits
+    assert "x" in clipped.treatments and not without.treatments
     assert clipped.losses["x"].after < 0.8 * without.losses["x"].after
-    assert true_error(weight, rows, clipped.scale, clipped.limits["x"]) == pytest.approx(
+    assert true_error(weight, rows, clipped.scale, clipped.treatments["x"].limits) == pytest.approx(
         clipped.losses["x"].after, rel=1e-3
     )
 
@@ -111,7 +111,7 @@ def test_scales_that_cannot_be_held_are_passed_over() -> None:
 def test_inputs_of_zeros() -> None:
     weights, rows = planted(3)
     choice = awq.choose(make_problem(weights, torch.zeros_like(rows), clip=True))
-    assert choice.scale is None and not choice.limits
+    assert choice.scale is None and not choice.treatments
     rows[:, 5] = 0  # one dead channel
     scale = awq.choose(make_problem(weights, rows)).scale
     assert scale is None or (torch.isfinite(scale).all() and scale.min() > 0)

@@ -12,7 +12,7 @@ from pipeline.errors import QuantizationError
 from pipeline.quantization.folding import Adjustments, realise
 from pipeline.quantization.rules import choose_linears
 from pipeline.quantization.scale_groups import ResolvedFold, ScaleGroup, scale_groups
-from pipeline.quantization.selection import QUANTIZABLE
+from pipeline.quantization.selection import QUANTIZABLE, Rules
 from tests import fixtures
 from tests.quantization.support import MemorySource, Model
 
@@ -28,13 +28,8 @@ MODELS = {
 
 
 def find_groups(model: Model, layer: int, exclude: tuple[str, ...] = ()) -> list[ScaleGroup]:
-    selection = choose_linears(
-        layout_for(model.architecture).mappings(),
-        model.source.tensors,
-        include=QUANTIZABLE,
-        exclude=exclude,
-        group_size=128,
-    )
+    rules = Rules(method="awq", include=QUANTIZABLE, exclude=exclude)
+    selection = choose_linears(layout_for(model.architecture).mappings(), model.source.tensors, rules)
     present = {name.removesuffix(".weight") for name in model.source.tensors}
     return scale_groups(model.architecture, layer, present, selection.linears.keys())
 

@@ -110,16 +110,18 @@ def test_checkpoint_format(tmp_path: Path, deepseek_v2_path: Path, text: Path) -
         "group_size": 128,
         "has_zero_point": False,
         "pre_quant_scale": True,
-        "quantized": {name: row["group_size"] for name, row in report.linears.items()},
+        "quantized": {
+            name: {"format": "int4", "group_size": row["group_size"]} for name, row in report.linears.items()
+        },
     }
     assert own["format"] == 1 and own["dtype"] == "bfloat16"
     original = (source.path / "config.json").read_text()
     assert (tmp_path / "out/config.json").read_text().startswith(original[: original.index('"trtseek"')])
-    for name, group in own["quantization"]["quantized"].items():
+    for name, linear in own["quantization"]["quantized"].items():
         rows, columns = source.tensors[f"{name}.weight"].shape
         weight, scales = quantized.tensors[f"{name}.weight"], quantized.tensors[f"{name}.weights_scaling_factor"]
         assert (weight.dtype, weight.shape) == ("I8", (rows // 2, columns))
-        assert (scales.dtype, scales.shape) == ("F32", (rows, columns // group))
+        assert (scales.dtype, scales.shape) == ("F32", (rows, columns // linear["group_size"]))
         values = quantized.read(scales.name).to_torch()
         assert torch.equal(values.bfloat16().float(), values)
         vector = quantized.tensors.get(f"{name}.prequant_scaling_factor")

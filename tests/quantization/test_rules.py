@@ -15,13 +15,7 @@ from tests.quantization.support import Model, Settings
 
 def choose(path: Path, **settings: object) -> Selection:
     model, s = Model.load(path), Settings(**settings)  # type: ignore[arg-type]
-    return choose_linears(
-        layout_for(model.architecture).mappings(),
-        model.source.tensors,
-        include=s.include,
-        exclude=s.exclude,
-        group_size=s.group_size,
-    )
+    return choose_linears(layout_for(model.architecture).mappings(), model.source.tensors, s.rules)
 
 
 def test_defaults_of_a_routed_model(deepseek_v2_path: Path) -> None:

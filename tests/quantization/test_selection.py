@@ -4,11 +4,16 @@ from __future__ import annotations
 
 import subprocess
 import sys
+from collections import Counter
+from dataclasses import replace
 from fnmatch import fnmatchcase
+from pathlib import Path
 
 import pytest
 
-from pipeline.quantization import methods, selection
+from pipeline.checkpoint.folder import CheckpointFolder
+from pipeline.checkpoint.layouts import list_kinds
+from pipeline.quantization import formats, methods, selection
 
 
 @pytest.mark.parametrize(
@@ -23,16 +28,65 @@ def test_an_odd_number_of_outputs_has_no_group() -> None:
     assert selection.pick_group((3, 256), 128) is None
 
 
-@pytest.mark.parametrize("patterns", [(), ("*.mlp.fc",), ("*.mlp.fc.weight", "a.[0-1].*"), ("a",), ("A.*",)])
+@pytest.mark.parametrize(
+    "patterns", [(), ("b.*", "a.[01].*", "a.*"), ("*.mlp.fc",), ("*.mlp.fc.weight", "a.[0-1].*"), ("a",), ("A.*",)]
+)
 def test_patterns_are_the_shell_s_with_and_without_the_suffix(patterns: tuple[str, ...]) -> None:
-    excludes = selection.compile_patterns(patterns)
-    for name in ("a.0.mlp.fc.weight", "a.2.mlp.fc.weight", "a.1.mlp.proj.weight", "a.weight", "b.weight"):
-        spelled = (name, name.removesuffix(".weight"))
-        assert bool(excludes(name)) == any(fnmatchcase(each, pattern) for each in spelled for pattern in patterns)
+    find = selection.find_pattern(patterns)
+    for name in ("a.0.mlp.fc", "a.2.mlp.fc", "a.1.mlp.proj", "a", "b"):
+        spelled = (name, f"{name}.weight")
+        found = [i for i, pattern in enumerate(patterns) if any(fnmatchcase(each, pattern) for each in spelled)]
+        assert find(name) == find(f"{name}.weight") == (found[0] if found else None)
 
 
-def test_every_method_has_its_row_in_both_tables() -> None:
-    assert methods.METHODS.keys() == selection.METHODS.keys()
+def test_every_method_and_format_has_its_row_in_both_tables() -> None:
+    assert methods.CHOOSERS.keys() == selection.METHODS.keys()
+    assert formats.FORMATS.keys() == selection.FORMATS.keys() == {row.format for row in selection.METHODS.values()}
+
+
+RECIPE = selection.Rules(
+    method="awq",
+    include=("mlp", "experts"),
+    exclude=("*.0.mlp.proj",),
+    group_size=128,
+    recipe=(
+        selection.Override(pattern="*.0.*", method="rtn", group_size=64),
+        selection.Override(pattern="*.mlp.fc", method="none"),
+    ),
+)
+
+
+@pytest.mark.parametrize(
+    ("name", "role", "decision"),
+    [
+        ("a.0.mlp.fc", "mlp", selection.Decision(method="rtn", group=64)),  # the first row that matches decides
+        ("a.0.attention.dense", "attention_output", selection.Decision(method="rtn", group=64)),  # whatever its role
+        ("a.0.mlp.router", "router", "role router is never quantized"),
+        ("a.0.mlp.proj", "mlp", "excluded by *.0.mlp.proj"),
+        ("a.1.mlp.fc", "mlp", "left as it is by the recipe's *.mlp.fc"),
+        ("a.1.mlp.proj", "mlp", selection.Decision(method="awq", group=128)),
+        ("a.1.attention.dense", "attention_output", "role attention_output is not included"),
+    ],
+)
+def test_a_recipe(name: str, role: str, decision: selection.Decision | str) -> None:
+    assert RECIPE.decide(f"{name}.weight", role, (4, 256)) == decision
+    assert RECIPE.methods == ("awq", "rtn") and RECIPE.measures
+
+
+def test_counting_a_kind_is_deciding_on_each_of_its_linears(llama_path: Path) -> None:
+    architecture = CheckpointFolder.open(llama_path).architecture
+    for rules in (RECIPE, replace(RECIPE, recipe=(), exclude=()), selection.NOTHING):
+        for kind in list_kinds(architecture):
+            shape = kind.first.target_shape
+            if len(shape) == 2:
+                each = Counter(rules.decide(name, kind.first.role, shape) for name in kind.names())
+                assert rules.count(kind) == each
+                wished = sum(count for _, count in rules.wishes(kind).values())
+                assert wished >= sum(n for decision, n in each.items() if isinstance(decision, selection.Decision))
+
+
+def test_the_name_of_several_formats() -> None:
+    assert selection.name_algo(["int4", "int4"]) == "W4A16_AWQ"
 
 
 def test_asking_imports_neither_torch_nor_pydantic() -> None:

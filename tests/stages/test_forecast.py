@@ -13,7 +13,7 @@ from pipeline.cli.host import describe_host
 from pipeline.config.schema import Config
 from pipeline.engine.weights import estimate_weights
 from pipeline.quantization.quantize import quantize_checkpoint
-from pipeline.quantization.selection import Int4Rules
+from pipeline.quantization.selection import Rules
 from pipeline.workspace import FolderWorkspace
 from tests import fixtures
 
@@ -67,7 +67,7 @@ def test_an_engine_without_weights_takes_little_of_disk_and_memory(tmp_path: Pat
         assert rows[1]["seconds"] is None and rows[1]["memory_bytes"] is None  # AWQ was not measured at size
         builds.append(rows[2])
     full, stripped = builds
-    rules = Int4Rules(include=config.stages.quantize.include)
-    weights_bytes = estimate_weights(source.architecture, dtype="bfloat16", max_seq_len=4096, int4=rules)
+    rules = Rules(method="rtn", include=config.stages.quantize.include)
+    weights_bytes = estimate_weights(source.architecture, dtype="bfloat16", max_seq_len=4096, rules=rules)
     assert full["disk_bytes"] - stripped["disk_bytes"] == weights_bytes
     assert stripped["seconds"] > 0

@@ -1,4 +1,4 @@
-"""Names of the scales that go with weights in INT4 and in FP8 blocks, and the shapes of the latter.
+"""Names of the scales that go with quantized weights, and the shapes of those of FP8 blocks.
 
 On the hub `X.weight` F8_E4M3 [O, I] goes with `X.weight_scale_inv` F32 [ceil(O/128), ceil(I/128)], which despite its
 name multiplies. The engine checkpoint uses TensorRT-LLM's names.
@@ -14,7 +14,7 @@ BLOCK = 128
 FP8 = "F8_E4M3"
 SOURCE_SUFFIX = "_scale_inv"  # after "X.weight"
 # After "X." in an engine checkpoint, and of the network's constants.
-INT4_SCALES = "weights_scaling_factor"
+WEIGHT_SCALES = "weights_scaling_factor"  # F32 [O, I/g] of INT4
 PRESCALE = "prequant_scaling_factor"  # what a linear's input is multiplied by before INT4 weights
 BLOCK_SCALES = "weights_block_scaling_factor"
 CONFIG_KEY = "fp8_blocks"  # of an engine checkpoint's own part of config.json: the size of its blocks
