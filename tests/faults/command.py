@@ -1,6 +1,6 @@
 """`python -m tests.faults.command LOG [STAGE EVENT] -- ARGUMENTS`: trtseek itself, to be killed within a stage.
 
-Dies at the first event (see `children`) of STAGE that is not before number EVENT, or at the first of a later stage. LOG
+Dies at the first event (see `recorder`) of STAGE that is not before number EVENT, or at the first of a later stage. LOG
 gets how many events each stage had, where the run came to its end.
 """
 
@@ -14,7 +14,7 @@ from collections import Counter
 from pathlib import Path
 
 from pipeline.stages.graph import NAMES
-from tests.faults.children import Recorder
+from tests.faults.recorder import Recorder
 
 
 class StageRecorder(Recorder):

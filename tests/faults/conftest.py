@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import os
 import shutil
-import tempfile
 from collections.abc import Iterator
 from dataclasses import dataclass
 from pathlib import Path
@@ -33,29 +32,16 @@ def server() -> Iterator[None]:
     children.stop_server()
 
 
-@pytest.fixture(scope="session")
-def memory_disk(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Path]:
-    """A folder whose fsync is free, for what a kill may interrupt but no power cut: SIGKILL loses nothing written."""
-    place = Path("/dev/shm")
-    if not os.access(place, os.W_OK) or shutil.disk_usage(place).free < 500_000_000:
-        yield tmp_path_factory.mktemp("disk")
-        return
-    folder = Path(tempfile.mkdtemp(prefix="trtseek-faults-", dir=place))
-    yield folder
-    shutil.rmtree(folder, ignore_errors=True)
-
-
 @pytest.fixture
-def workshop(memory_disk: Path) -> Iterator[Path]:
-    """As tmp_path, on the memory disk, and gone after the test."""
-    folder = Path(tempfile.mkdtemp(dir=memory_disk))
-    yield folder
-    shutil.rmtree(folder, ignore_errors=True)
+def workshop(tmp_path: Path) -> Iterator[Path]:
+    """As tmp_path, and gone after the test: some fill a hundred megabytes."""
+    yield tmp_path
+    shutil.rmtree(tmp_path, ignore_errors=True)
 
 
 @pytest.fixture(scope="session")
-def finished(memory_disk: Path) -> Finished:
-    folder = memory_disk / "finished"
+def finished(tmp_path_factory: pytest.TempPathFactory) -> Finished:
+    folder = tmp_path_factory.mktemp("finished")
     model = fixtures.deepseek_v2(
         folder / "model",
         tokenizer=True,

@@ -13,7 +13,7 @@ import pytest
 from tests.faults import children
 from tests.faults.conftest import Finished
 
-pytestmark = pytest.mark.slow  # minutes: hundreds of runs
+pytestmark = pytest.mark.timeout(children.HANG_S)
 
 DAY = 86_400
 

@@ -15,7 +15,7 @@ from pipeline.stages.store import Store
 from tests.faults import children
 from tests.faults.conftest import Finished
 
-pytestmark = pytest.mark.slow  # minutes: hundreds of runs
+pytestmark = pytest.mark.timeout(children.HANG_S)
 
 POINTS = 120
 BATCHES = 6
