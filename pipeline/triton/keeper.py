@@ -5,12 +5,16 @@
 The first line of standard input is the job as JSON. "stop SECONDS" ends the server gracefully, and so does the end of
 the input: whoever asked for the server may be killed, and then cannot clean up. Whatever the server leaves (stubs that
 outlive it, and their shared memory) is ended and removed. Printed are the server's process id, and at last the status.
+
+Whose the shared memory is, a lock says, not a process id: it holds across containers that share a host's /dev/shm, and
+for a server that still answers its last requests after whoever asked for it has ended.
 """
 
 from __future__ import annotations
 
 import contextlib
 import ctypes
+import fcntl
 import json
 import os
 import select
@@ -21,6 +25,7 @@ import time
 from pathlib import Path
 
 SHARED_MEMORY = Path("/dev/shm")
+OWNER = "owner"  # ends the name of a file beside a server's shared memory, locked while any process of it lives
 _PR_SET_CHILD_SUBREAPER = 36
 _POLL_S, _KILL_S = 0.1, 10.0
 
@@ -33,6 +38,7 @@ def main() -> None:
     # Orphaned stubs become children of this process, which can then wait for their end.
     ctypes.CDLL(None, use_errno=True).prctl(_PR_SET_CHILD_SUBREAPER, 1, 0, 0, 0)
     try:
+        owner = claim_memory(job["shared_memory_prefix"])
         with open(job["log"], "ab") as log:
             child = subprocess.Popen(
                 job["command"],
@@ -41,6 +47,7 @@ def main() -> None:
                 stderr=log,
                 start_new_session=True,
                 preexec_fn=_restore_signals,
+                pass_fds=(owner,),
             )
     except OSError as error:
         print(f"error {error}", flush=True)
@@ -55,10 +62,31 @@ def main() -> None:
         print(child.returncode, flush=True)
 
 
+def claim_memory(prefix: str) -> int:
+    """Says that shared memory of this prefix is in use, until every process that has the returned file open is gone."""
+    path = SHARED_MEMORY / f"{prefix}{OWNER}"
+    while True:
+        descriptor = os.open(path, os.O_RDWR | os.O_CREAT | os.O_CLOEXEC, 0o600)
+        fcntl.flock(descriptor, fcntl.LOCK_EX)
+        with contextlib.suppress(FileNotFoundError):
+            if os.path.samestat(os.fstat(descriptor), os.stat(path)):
+                return descriptor
+        os.close(descriptor)  # a remover took it for a dead one's before it was locked
+
+
+def remove_unclaimed(prefix: str) -> None:
+    """Removes what a server left whose processes are all gone; nothing of one that has any."""
+    path = SHARED_MEMORY / f"{prefix}{OWNER}"
+    with contextlib.suppress(FileNotFoundError, PermissionError, BlockingIOError), open(path, "rb") as owner:
+        fcntl.flock(owner, fcntl.LOCK_EX | fcntl.LOCK_NB)
+        remove_shared_memory(prefix)
+
+
 def remove_shared_memory(prefix: str) -> list[str]:
-    """Removes what stubs left under /dev/shm, and returns the names."""
+    """Removes what stubs left under /dev/shm, and returns the names. What says whose it is goes last."""
     removed = []
-    for path in SHARED_MEMORY.glob(f"{prefix}*"):
+    files = [path for path in SHARED_MEMORY.glob(f"{prefix}*") if path.is_file()]
+    for path in sorted(files, key=lambda path: path.name == f"{prefix}{OWNER}"):
         with contextlib.suppress(FileNotFoundError):
             path.unlink()
             removed.append(path.name)

@@ -7,10 +7,11 @@ import os
 import re
 from pathlib import Path
 
-from pipeline.triton.keeper import SHARED_MEMORY, remove_shared_memory
+from pipeline.triton.keeper import OWNER, SHARED_MEMORY, remove_unclaimed
 
 PREFIX = "trtseek"  # of the names under /dev/shm
 STUB = "triton_python_backend_stub"
+_OWNER_NAME = re.compile(rf"({PREFIX}_\d+_[0-9a-f]{{8}}_){OWNER}")
 
 
 def is_alive(pid: int | None) -> bool:
@@ -32,11 +33,10 @@ def find_stubs(parent: int) -> dict[int, str]:
 
 
 def remove_stale_memory() -> None:
-    """Removes the shared memory of servers whose keepers were killed. Names hold the process id of who started them."""
-    for path in SHARED_MEMORY.glob(f"{PREFIX}_*"):
-        match = re.match(rf"({PREFIX}_(\d+)_[0-9a-f]+_)", path.name)
-        if match and not is_alive(int(match[2])):
-            remove_shared_memory(match[1])
+    """Removes the shared memory of servers that were killed with their keepers, and nobody else's."""
+    for path in SHARED_MEMORY.glob(f"{PREFIX}_*_{OWNER}"):
+        if match := _OWNER_NAME.fullmatch(path.name):
+            remove_unclaimed(match[1])
 
 
 def _read_stat(pid: int) -> tuple[str, int] | None:

@@ -16,6 +16,7 @@ import pytest
 from pipeline.triton import installation as installations
 from pipeline.triton.errors import ServerError
 from pipeline.triton.installation import find_installation
+from pipeline.triton.keeper import OWNER, claim_memory
 from pipeline.triton.processes import is_alive, remove_stale_memory
 from pipeline.triton.server import Addresses, TritonServer
 
@@ -228,16 +229,44 @@ def test_nothing_is_left_when_the_owner_is_killed(tmp_path):
         time.sleep(0.1)
 
 
-def test_shared_memory_of_the_dead_is_removed():
+def test_a_server_removes_what_the_dead_left_and_nothing_else(tmp_path):
+    """Not what a live server of another container has, whose process ids mean nothing here, nor what only looks so."""
     dead = subprocess.Popen(["true"])
     dead.wait()
-    stale, live = (Path(f"/dev/shm/trtseek_{pid}_0123abcd_x") for pid in (dead.pid, os.getpid()))
+    prefixes = [f"trtseek_{dead.pid}_{token}_" for token in ("0123abcd", "4567abcd", "89ababcd")]
+    stale, live, unknown = ([Path(f"/dev/shm/{prefix}{name}") for name in (OWNER, "x")] for prefix in prefixes)
+    folder = Path(f"/dev/shm/{prefixes[0]}folder")
+    others = [Path("/dev/shm/trtseek-0123abcd"), Path(f"/dev/shm/trtseek_{dead.pid}_{OWNER}"), unknown[1]]
+    claim = claim_memory(prefixes[1])
     try:
-        stale.touch()
-        live.touch()
+        for path in (*stale, live[1], *others):
+            path.touch()
+        folder.mkdir()
         remove_stale_memory()
-        assert not stale.exists()
-        assert live.exists()
+        assert not any(path.exists() for path in stale)
+        assert all(path.exists() for path in (*live, *others, folder))
+        os.close(claim)
+        remove_stale_memory()
+        assert not any(path.exists() for path in live)
     finally:
-        stale.unlink(missing_ok=True)
-        live.unlink(missing_ok=True)
+        folder.rmdir()
+        for path in (*stale, *live, *others):
+            path.unlink(missing_ok=True)
+
+
+def test_memory_is_a_servers_as_long_as_its_process_lives(tmp_path):
+    """Though its keeper was killed, and so could not end it."""
+    with make(tmp_path) as server:
+        server.start(deadline=120)
+        remove_stale_memory()
+        assert len(memory(server)) > 1
+        server._keeper.kill()
+        server._keeper.wait()
+        remove_stale_memory()
+        assert len(memory(server)) > 1
+        stubs = list(server.stubs)
+        os.killpg(server.pid, signal.SIGKILL)
+        while any(is_alive(pid) for pid in (server.pid, *stubs)):
+            time.sleep(0.02)
+        remove_stale_memory()
+        assert not memory(server)
