@@ -14,6 +14,7 @@ import math
 import weakref
 from collections.abc import Callable, Iterator
 from dataclasses import replace
+from pathlib import Path
 from typing import Any
 
 import tensorrt_rtx
@@ -284,3 +285,13 @@ class ExecutionContext:
             else:
                 view(spec, tuple(results[spec.name].shape)).copy_(results[spec.name])
         self.runs += 1
+
+
+def load(model: Model, program: Program, limits: BuildLimits, folder: Path, *, rtx: bool = True) -> Any:
+    """The runner of an engine of this network. Typed as whatever the caller takes it for."""
+    from pipeline.runtime.engine_runner import EngineRunner
+
+    device, description = HostDevice(), describe(model, limits)
+    (folder / "model.engine").write_bytes(b"engine")
+    module = StandIn(program, description, device, rtx=rtx)
+    return EngineRunner(folder / "model.engine", description, trt=module, device=device)

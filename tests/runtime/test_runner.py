@@ -8,18 +8,25 @@ from pipeline.runtime.runner import InterpreterRunner, Runner
 from pipeline.runtime.steps import Chunk, plan_step
 from tests import fixtures
 from tests.network import models
+from tests.runtime import runners
 
 
 @pytest.fixture(scope="module")
 def model(tmp_path_factory: pytest.TempPathFactory) -> models.Model:
-    return models.load(fixtures.llama(tmp_path_factory.mktemp("llama"), num_hidden_layers=2))
+    return models.load(fixtures.llama(tmp_path_factory.mktemp("llama") / "m", dtype="float32", num_hidden_layers=2))
+
+
+@pytest.fixture(scope="module", params=runners.KINDS)
+def made(
+    request: pytest.FixtureRequest, model: models.Model, tmp_path_factory: pytest.TempPathFactory
+) -> InterpreterRunner:
+    return runners.make_runner(request.param, model, tmp_path_factory.mktemp(request.param))
 
 
 @pytest.fixture
-def runner(model: models.Model) -> InterpreterRunner:
-    runner = InterpreterRunner(model.program(), mode="exact")
-    runner.allocate(5)
-    return runner
+def runner(made: InterpreterRunner) -> InterpreterRunner:
+    made.allocate(5)
+    return made
 
 
 def step(runner: Runner, tokens: list[int], start: int, table: list[int]) -> torch.Tensor:
@@ -33,7 +40,8 @@ def test_pools_are_those_of_the_network_and_zero(runner: InterpreterRunner) -> N
         assert pool.shape == (5, 2, 8, 32) and pool.dtype == torch.float32 and not pool.any()
 
 
-def test_pools_have_the_type_of_the_mode(model: models.Model) -> None:
+def test_pools_have_the_type_of_the_mode(tmp_path: Path) -> None:
+    model = models.load(fixtures.llama(tmp_path / "m", num_hidden_layers=1))
     runner = InterpreterRunner(model.program(), mode="declared")
     runner.allocate(2)
     assert {pool.dtype for pool in runner.pools.values()} == {torch.bfloat16}
@@ -85,6 +93,17 @@ def test_allocating_again_starts_over(runner: InterpreterRunner) -> None:
     assert all(len(pool) == 9 and not pool.any() for pool in runner.pools.values())
 
 
+def test_a_step_of_several_sequences_gives_each_its_own_logits(runner: InterpreterRunner) -> None:
+    """Also where it is padded, as three are."""
+    tables = [[3], [1], [4]]
+    for n, table in enumerate(tables):
+        step(runner, list(range(5, 7 + n)), 0, table)
+    alone = [step(runner, [9 + n], 2 + n, table) for n, table in enumerate(tables)]
+    chunks = [Chunk(tokens=[9 + n], start=2 + n, block_table=table) for n, table in enumerate(tables)]
+    together = runner.step(plan_step(chunks, block_size=8, num_blocks=5).inputs)
+    torch.testing.assert_close(together, torch.stack(alone), rtol=1e-2, atol=1e-2)  # TensorRT multiplies in TF32
+
+
 def test_one_block_is_not_enough(runner: InterpreterRunner) -> None:
     with pytest.raises(CompatibilityError, match="block 0 is padding"):
         runner.allocate(1)
@@ -95,7 +114,9 @@ def test_a_slice_without_logits_is_refused(tmp_path: Path, model: models.Model) 
         InterpreterRunner(model.program(layers=(0, 1)), mode="exact")
 
 
-def test_taps_come_with_a_step(runner: InterpreterRunner) -> None:
+def test_taps_come_with_a_step(model: models.Model) -> None:
+    runner = InterpreterRunner(model.program(), mode="exact")
+    runner.allocate(5)
     chunk = Chunk(tokens=[5, 6, 7], start=0, block_table=[1], logits="last")
     inputs = plan_step([chunk], block_size=8, num_blocks=5).inputs
     outputs = runner.run(inputs, taps=["layers.1.output"])

@@ -6,7 +6,6 @@ interpreter; its digest must be the one that was proved and built.
 
 from __future__ import annotations
 
-import importlib.util
 import json
 from collections.abc import Mapping
 from dataclasses import dataclass, replace
@@ -23,7 +22,6 @@ if TYPE_CHECKING:
     from pipeline.network.spec import NetworkSpec
     from pipeline.runtime.runner import Runner
 
-ENGINE_RUNNER = "pipeline.runtime.engine_runner"
 RUNNERS = ("auto", "engine", "interpreter")
 # Of the host's free memory, what the interpreter's pools may take: the page cache that holds the weights needs room.
 HOST_POOL_FRACTION = 0.25
@@ -105,18 +103,16 @@ def rebuild_program(checkpoint: CheckpointFolder, spec: NetworkSpec, digest: str
 def _load_engine(folder: Path, parameters: Mapping[str, str]) -> Loaded:
     from pipeline.checkpoint.folder import CheckpointFolder
     from pipeline.digest import digest_file
+    from pipeline.runtime.engine_runner import EngineRunner
 
-    if importlib.util.find_spec(ENGINE_RUNNER) is None:
-        raise CompatibilityError(
-            "this version of trtseek does not run engines on a GPU",
-            hint="set the parameter `runner` of tensorrt_llm to `interpreter` to serve from the CPU",
-        )
     description = _describe(folder, parameters)
     engine = (folder / parameters["gpt_model_path"] / description.file).resolve()
     if (found := digest_file(engine)) != description.digest:
         raise PackageError(f"{engine} is {found}, engine.json says {description.digest}", hint="copy the package again")
     architecture = CheckpointFolder.open((folder / parameters["checkpoint_path"]).resolve()).architecture
-    runner: Any = importlib.import_module(ENGINE_RUNNER).EngineRunner(engine, description)
+    # The name is TensorRT-LLM's, and so is its meaning: a share from 0 to 1.
+    weights = float(parameters.get("gpu_weights_percent", "1"))
+    runner = EngineRunner(engine, description, weights_fraction=weights)
     fraction = float(parameters.get("kv_cache_free_gpu_mem_fraction", "0.9"))
     blocks = min(runner.count_blocks(fraction), _count_wanted(description, parameters))
     limits = Limits.of_engine(description.limits, blocks)

@@ -1,0 +1,160 @@
+"""An engine on the GPU against the interpreter: the same steps, the same blocks, then steps timed.
+
+    python -m benchmarks.gpu                          # converts and builds the shipped tiny DeepSeek-V2 for this GPU
+    python -m benchmarks.gpu --run out/a100-int4      # takes the engine and the checkpoint of a run
+
+Prints a table of checks. Exit status: 0 if all hold, 1 if one does not, 4 without a GPU or for an engine that it cannot
+run. Takes minutes, most of them to build; downloads nothing.
+"""
+
+from __future__ import annotations
+
+import argparse
+import sys
+import tempfile
+import time
+from collections.abc import Callable
+from pathlib import Path
+
+import torch
+
+from benchmarks.engine_checks import BATCH, BLOCKS, CHUNK, LENGTH, ROWS, Subject, run_checks, subject_tables
+from pipeline.engine.description import EngineDescription
+from pipeline.engine.limits import BuildLimits, Rectangle
+from pipeline.errors import CompatibilityError, TrtseekError
+from pipeline.runtime.runner import InterpreterRunner, Runner
+from pipeline.runtime.steps import Chunk
+
+MODEL = Path(__file__).parents[1] / "checkpoints" / "deepseek-v2-tiny"
+LIMITS = BuildLimits(
+    max_seq_len=512,
+    max_batch_size=BATCH,
+    max_num_tokens=ROWS,
+    generation=(Rectangle(batch=BATCH, length=512),),
+    max_blocks=BLOCKS,
+    max_chunk=CHUNK,
+)
+WARM, TIMED = 20, 100
+
+
+def time_steps(runner: Runner, subject: Subject, batch: int, synchronize: Callable[[], None]) -> float:
+    """Milliseconds of one generation step at 64 tokens of context, the smallest of many."""
+    runner.allocate(BLOCKS)
+    tables = subject_tables(subject, [65] * batch)
+    chunks = [Chunk(tokens=[5], start=64, block_table=table) for table in tables]
+    inputs = subject.plan(chunks)
+    times = []
+    for _ in range(WARM + TIMED):
+        synchronize()
+        start = time.perf_counter()
+        runner.step(inputs)
+        synchronize()
+        times.append(time.perf_counter() - start)
+    return 1e3 * min(times[WARM:])
+
+
+def prepare(folder: Path, backend: str, sm: int) -> tuple[Path, Path]:
+    """Converts the shipped checkpoint to fp16 and builds it → the folders of the engine and of the checkpoint."""
+    from pipeline.checkpoint.convert import convert_checkpoint
+    from pipeline.checkpoint.folder import CheckpointFolder
+    from pipeline.engine.builder import build_engine
+    from pipeline.network.spec import NetworkSpec
+    from pipeline.workspace import FolderWorkspace
+
+    checkpoint, engine = folder / "checkpoint", folder / "engine" / "model.engine"
+    convert_checkpoint(CheckpointFolder.open(MODEL), FolderWorkspace(checkpoint), dtype="float16", overflow="refuse")
+    build_engine(
+        backend=backend,
+        checkpoint=checkpoint,
+        spec=NetworkSpec(dtype="float16", max_seq_len=LIMITS.max_seq_len, block_size=LIMITS.block_size),
+        limits=LIMITS,
+        sm=sm,
+        output=engine,
+        log=folder / "build.log",
+    )
+    return engine.parent, checkpoint
+
+
+def check_limits(description: EngineDescription) -> None:
+    """Raises CompatibilityError for an engine too small for the checks."""
+    limits = description.limits
+    held = (limits.max_blocks, limits.context_batch, limits.max_num_tokens, limits.chunk, limits.max_seq_len)
+    needed = (BLOCKS, BATCH, ROWS, CHUNK, LENGTH)
+    if any(least > most for least, most in zip(needed, held, strict=True)):
+        raise CompatibilityError(
+            f"the engine takes {held} blocks, sequences and rows of a context step, rows of a chunk, tokens of a "
+            f"sequence; the checks need {needed}",
+            hint="leave out --run, and a small one is built",
+        )
+
+
+def load_subject(runner: Runner, description: EngineDescription, checkpoint: Path) -> Subject:
+    """With the interpreter's runners beside it, over the network that was built."""
+    from pipeline.checkpoint.folder import CheckpointFolder
+    from pipeline.triton.backend.loading import rebuild_program
+
+    source = CheckpointFolder.open(checkpoint)
+    program = rebuild_program(source, description.spec, description.network_digest)
+    return Subject(
+        runner=runner,
+        exact=InterpreterRunner(program, mode="exact"),
+        declared=InterpreterRunner(program, mode="declared"),
+        block_size=description.limits.block_size,
+        vocab=source.architecture.vocab_size,
+    )
+
+
+def main() -> int:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--run", type=Path, help="a run's folder, with build and quantize or convert in it")
+    parser.add_argument("--backend", choices=("tensorrt_rtx", "tensorrt"), help="by default what builds for this GPU")
+    options = parser.parse_args()
+    try:
+        with tempfile.TemporaryDirectory() as folder:
+            return _run(options, Path(folder))
+    except TrtseekError as error:
+        print(error, file=sys.stderr)
+        return error.exit_code
+
+
+def _run(options: argparse.Namespace, folder: Path) -> int:
+    from pipeline.engine.description import load_description
+    from pipeline.engine.tensorrt_rtx import TARGETS
+    from pipeline.runtime.device import CudaDevice
+    from pipeline.runtime.engine_runner import EngineRunner
+
+    device = CudaDevice()
+    backend = options.backend or ("tensorrt_rtx" if device.sm in TARGETS else "tensorrt")
+    start = time.perf_counter()
+    if options.run:
+        engine = options.run / "build"
+        checkpoint = next((p for n in ("quantize", "convert") if (p := options.run / n).exists()), options.run)
+    else:
+        engine, checkpoint = prepare(folder, backend, device.sm)
+    description = load_description(engine)
+    check_limits(description)
+    print(
+        f"{device.name}, SM{device.sm}; {description.backend} {description.backend_version}; torch {torch.__version__}"
+    )
+    _row("engine ready", True, f"{time.perf_counter() - start:.1f} s")
+    start = time.perf_counter()
+    runner = EngineRunner(engine / description.file, description, device=device)
+    subject = load_subject(runner, description, checkpoint)
+    _row("loaded", True, f"{time.perf_counter() - start:.1f} s, {runner.count_blocks(0.9)} blocks fit")
+    held = True
+    for name, holds, seen in run_checks(subject):
+        _row(name, holds, seen)
+        held = held and holds
+    plain = EngineRunner(engine / description.file, description, device=device, graphs=False)
+    for batch in (1, BATCH):
+        times = [time_steps(r, subject, batch, torch.cuda.synchronize) for r in (runner, plain)]
+        _row(f"step, batch {batch}", True, f"{times[0]:.3f} ms with graphs, {times[1]:.3f} ms without")
+    return 0 if held else 1
+
+
+def _row(name: str, holds: bool, seen: str) -> None:
+    print(f"{name:<20} {'ok' if holds else 'FAILED':<7} {seen}", flush=True)
+
+
+if __name__ == "__main__":
+    sys.exit(main())
