@@ -142,12 +142,21 @@ class Graph:
         refuses INT4 where it is set ("Blockwise dequantization requires input type to be int8 …")."""
         return self._add(name, self.network.add_dequantize(x, scale, scale.dtype))
 
-    def dequantize_fp8(self, name: str, x: Tensor, scale: Tensor, block: Sequence[int] | None) -> Tensor:
-        """FP8 to the model's type: one float32 scale per block of that many elements of each dimension, or for all."""
+    def dequantize_as_model(
+        self, name: str, x: Tensor, scale: Tensor, *, block: Sequence[int] | None = None, axis: int | None = None
+    ) -> Tensor:
+        """8-bit numbers to the model's type: one float32 scale per block of that many elements of each dimension, per
+        index of `axis`, or for all."""
         layer = self.network.add_dequantize(x, scale, self.type(self.dtype))
         if block is not None:
             layer.block_shape = tuple(block)
+        if axis is not None:
+            layer.axis = axis
         return self._add(name, layer)
+
+    def quantize(self, name: str, x: Tensor, scale: Tensor, dtype: str) -> Tensor:
+        """`x` in steps of one float32 number, as "fp8" or "int8"."""
+        return self._add(name, self.network.add_quantize(x, scale, self.type(dtype)))
 
     # Shapes and indices
 

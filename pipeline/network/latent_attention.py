@@ -22,9 +22,10 @@ from pipeline.network.attention import rotate
 from pipeline.network.context import Context
 from pipeline.network.derived import Derived
 from pipeline.network.graph import Graph, Tensor
-from pipeline.network.linear import checkpoint_name, dequantized, linear
+from pipeline.network.linear import checkpoint_name, linear
 from pipeline.network.norm import rms_norm
 from pipeline.network.rope import softmax_scale
+from pipeline.network.weights import lower
 
 if TYPE_CHECKING:
     from pipeline.checkpoint.architecture import LatentAttention
@@ -93,15 +94,16 @@ def _split_kv_b(g: Graph, context: Context, latent: LatentAttention) -> tuple[Te
     slices of what FP8 blocks give."""
     h, n, v, r = context.architecture.num_heads, latent.qk_nope_head_dim, latent.v_head_dim, latent.kv_lora_rank
     base = checkpoint_name(g, "kv_b_proj")
-    if context.weights.is_int4(base):
+    stored = context.weights.find_format(base)
+    if stored not in (None, "fp8_blocks"):
         raise CompatibilityError(
-            f"{base} is quantized to INT4; absorbed attention splits it by head and needs 16 bits",
+            f"{base} is quantized to {stored}; absorbed attention splits it by head and needs 16 bits",
             hint="leave attention_latent out of stages.quantize.include",
         )
     whole = (h * (n + v), r)
-    if context.weights.is_fp8(base):
+    if stored:
         at = g.at("kv_b_proj")
-        heads = at.reshape("heads", dequantized(at, context.weights.read_blocks(base, *whole), *whole), (h, n + v, r))
+        heads = at.reshape("heads", lower(at, context.weights, base, *whole).weight, (h, n + v, r))
         return at.slice("key_weight", heads, 1, 0, n), at.slice("value_weight", heads, 1, n, v)
     dtype = context.weights.read(f"{base}.weight", whole).dtype
 

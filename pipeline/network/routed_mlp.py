@@ -9,24 +9,14 @@ Sizes: E experts, k of them per token, I their width.
 from __future__ import annotations
 
 from collections.abc import Callable
-from dataclasses import dataclass
 
-from pipeline.checkpoint.layouts.scales import PRESCALE, WEIGHT_SCALES
 from pipeline.errors import CompatibilityError
 from pipeline.network.context import Context
 from pipeline.network.graph import Graph, Tensor
-from pipeline.network.linear import checkpoint_name, dequantized
+from pipeline.network.linear import checkpoint_name
 from pipeline.network.mlp import gated_mlp, swiglu
 from pipeline.network.router import route
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class _Stack:
-    """One linear of all experts. weight: [E, in, out], or [E, out, in] if transposed; prescale: [E or 1, 1, in]."""
-
-    weight: Tensor
-    transposed: bool
-    prescale: Tensor | None
+from pipeline.network.weights import Operand, lower_stack, multiply
 
 
 def routed_mlp(g: Graph, context: Context, x: Tensor) -> Tensor:
@@ -54,40 +44,18 @@ def routed_mlp(g: Graph, context: Context, x: Tensor) -> Tensor:
     return g.sum("sum", routed, shared)
 
 
-def _stack(g: Graph, context: Context, name: str, count: int, out_features: int, in_features: int) -> _Stack:
-    at, weights = g.at(name), context.weights
+def _stack(g: Graph, context: Context, name: str, count: int, out_features: int, in_features: int) -> Operand:
+    """One linear of all experts."""
     bases = [f"{checkpoint_name(g, '')}{expert}.{name}" for expert in range(count)]
-    if any(weights.is_fp8(base) for base in bases):
-        blocks = weights.read_block_stack(bases, out_features, in_features)
-        return _Stack(weight=dequantized(at, blocks, out_features, in_features), transposed=True, prescale=None)
-    if not any(weights.is_int4(base) for base in bases):
-        return _Stack(
-            weight=at.constant("weight", weights.read_stack(bases, out_features, in_features)),
-            transposed=True,
-            prescale=None,
-        )
-    quantized = weights.read_int4_stack(bases, out_features, in_features)
-    packed = at.int4("weight", quantized.packed)
-    scales = at.constant(WEIGHT_SCALES, quantized.scales)
-    prescale = None
-    if quantized.prescale is not None:
-        rows = quantized.prescale.shape[0]
-        prescale = at.constant(PRESCALE, quantized.prescale, (rows, 1, in_features))
-    return _Stack(weight=at.dequantize("dequantize", packed, scales), transposed=False, prescale=prescale)
+    return lower_stack(g.at(name), context.weights, bases, out_features, in_features)
 
 
-def _dense(g: Graph, stacks: dict[str, _Stack], x: Tensor, chosen: Tensor, indices: Tensor) -> Tensor:
+def _dense(g: Graph, stacks: dict[str, Operand], x: Tensor, chosen: Tensor, indices: Tensor) -> Tensor:
     """[T, H] in float32. x is seen as [1, T, H] and broadcast over the experts."""
-
-    def apply(name: str, rows: Tensor) -> Tensor:
-        stack = stacks[name]
-        if stack.prescale is not None:
-            rows = g.product(f"{name}.prescaled", rows, stack.prescale)
-        return g.matmul(name, rows, stack.weight, transpose=stack.transposed)
-
     experts, hidden = stacks["fc"].weight.shape[0], x.shape[1]
     rows = g.reshape("input", x, (1, -1, hidden))
-    outputs = apply("proj", swiglu(g, apply("fc", rows), apply("gate", rows)))  # [E, T, H]
+    gated = swiglu(g, multiply(g, "fc", rows, stacks["fc"]), multiply(g, "gate", rows, stacks["gate"]))
+    outputs = multiply(g, "proj", gated, stacks["proj"])  # [E, T, H]
     one_hot = g.one_hot("one_hot", indices, experts)
     column = g.reshape("weights_column", chosen, (0, 0, 1))
     weights = g.reduce("weights", g.product("weighted_one_hot", one_hot, column), "SUM", 1, keep=False)  # [T, E]
@@ -96,20 +64,11 @@ def _dense(g: Graph, stacks: dict[str, _Stack], x: Tensor, chosen: Tensor, indic
     return g.reduce("sum_float32", weighted, "SUM", 0, keep=False)
 
 
-def _gather(g: Graph, stacks: dict[str, _Stack], x: Tensor, chosen: Tensor, indices: Tensor) -> Tensor:
+def _gather(g: Graph, stacks: dict[str, Operand], x: Tensor, chosen: Tensor, indices: Tensor) -> Tensor:
     """[T, H] in float32, over weights [T, k, in, out]."""
 
     def apply(name: str, rows: Tensor) -> Tensor:
-        stack = stacks[name]
-        if stack.prescale is not None:
-            scale = stack.prescale
-            if scale.shape[0] > 1:
-                scale = g.gather(f"{name}.prescale_of_chosen", scale, indices)
-            else:
-                scale = g.reshape(f"{name}.prescale_of_all", scale, (1, 1, 1, scale.shape[2]))
-            rows = g.product(f"{name}.prescaled", rows, scale)
-        weight = g.gather(f"{name}.of_chosen", stack.weight, indices)
-        return g.matmul(name, rows, weight, transpose=stack.transposed)
+        return multiply(g, name, rows, stacks[name].choose(g.at(name), indices))
 
     hidden = x.shape[1]
     rows = g.reshape("input", x, (-1, 1, 1, hidden))
@@ -119,7 +78,7 @@ def _gather(g: Graph, stacks: dict[str, _Stack], x: Tensor, chosen: Tensor, indi
     return g.reshape("sum_float32", g.reduce("sum_rows", weighted, "SUM", 1, keep=False), (-1, hidden))
 
 
-LOWERINGS: dict[str, Callable[[Graph, dict[str, _Stack], Tensor, Tensor, Tensor], Tensor]] = {
+LOWERINGS: dict[str, Callable[[Graph, dict[str, Operand], Tensor, Tensor, Tensor], Tensor]] = {
     "dense": _dense,
     "gather": _gather,
 }

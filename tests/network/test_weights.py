@@ -11,7 +11,9 @@ import torch
 from pipeline.checkpoint.tensors import RawTensor
 from pipeline.errors import CheckpointError, CompatibilityError, TrtseekError
 from pipeline.network.derived import Derived
-from pipeline.network.weights import Weights, _transpose
+from pipeline.network.weights import Weights
+from pipeline.network.weights import int4 as int4_weights
+from pipeline.network.weights.fp8_blocks import read_blocks
 from tests import fixtures
 from tests.network import models
 
@@ -90,7 +92,7 @@ def test_experts_quantized_in_part(v2: models.Model) -> None:
     whole = RawTensor.from_torch(torch.zeros(64, 128, dtype=torch.float16))
     changes = {f"{EXPERT}4.fc.weight": whole, f"{EXPERT}4.fc.weights_scaling_factor": None}
     message = _refusal(v2, CompatibilityError, **changes)
-    assert message == f"{EXPERT}4.fc is not quantized but other experts of its layer are"
+    assert message == f"{EXPERT}0.fc is int4 and {EXPERT}4.fc is not quantized: a layer's experts are one stack"
 
 
 def test_experts_of_two_group_sizes(v2: models.Model) -> None:
@@ -107,7 +109,7 @@ def test_experts_prescaled_in_part(v2: models.Model) -> None:
 def test_absorbed_attention_needs_kv_b_in_16_bits(tmp_path: Path) -> None:
     model = models.load_int4(fixtures.deepseek_v2, tmp_path / "hf", pattern=r"kv_b_proj", group=32, dtype="float16")
     message = _refusal(model, CompatibilityError)
-    assert message.startswith("transformer.layers.0.attention.kv_b_proj is quantized to INT4")
+    assert message.startswith("transformer.layers.0.attention.kv_b_proj is quantized to int4")
 
 
 @pytest.mark.parametrize("dtype", ["float32", "float16", "bfloat16"])
@@ -118,11 +120,10 @@ def test_scales_keep_their_value(dtype: str) -> None:
     packed = torch.randint(-128, 128, (3, 64), dtype=torch.int8, generator=generator)
     tensors = {"x.weight": packed, "x.weights_scaling_factor": scales}
     source = models.MemorySource({name: RawTensor.from_torch(tensor) for name, tensor in tensors.items()})
-    found = Weights(source=source, dtype=dtype).read_int4("x", 6, 64)
-    assert found.group == 32
-    assert found.scales.make().to_torch().dtype == getattr(torch, dtype)
-    assert torch.equal(found.scales.make().to_torch().float(), scales.T)
-    np.testing.assert_array_equal(found.packed.make().to_torch().numpy(), packed.T)
+    found = int4_weights.Linears(Weights(source=source, dtype=dtype), ("x",), 6, 64, ())
+    assert found.scales().make().to_torch().dtype == getattr(torch, dtype)
+    assert torch.equal(found.scales().make().to_torch().float(), scales.T)
+    np.testing.assert_array_equal(found.packed().make().to_torch().numpy(), packed.T)
 
 
 BASES = [f"transformer.layers.1.mlp.experts.{expert}.fc" for expert in range(3)]
@@ -140,13 +141,13 @@ def _fp8_source(rows: int, columns: int) -> models.MemorySource:
 
 def test_whole_fp8_blocks_are_not_copied() -> None:
     source = _fp8_source(128, 256)
-    found = Weights(source=source, dtype="bfloat16").read_blocks(BASES[1], 128, 256)
+    found = read_blocks(Weights(source=source, dtype="bfloat16"), BASES[1:2], 128, 256, False)
     assert found.weight is source.raw[f"{BASES[1]}.weight"]
     assert found.scales is source.raw[f"{BASES[1]}.weights_block_scaling_factor"]
 
 
 def test_ragged_fp8_blocks_are_filled_up_with_zeros() -> None:
-    found = Weights(source=_fp8_source(130, 200), dtype="bfloat16").read_block_stack(BASES, 130, 200)
+    found = read_blocks(Weights(source=_fp8_source(130, 200), dtype="bfloat16"), BASES, 130, 200, True)
     assert isinstance(found.weight, Derived) and isinstance(found.scales, Derived)
     stack = found.weight.make().to_torch().view(torch.uint8)
     assert stack.shape == (3, 256, 256)
@@ -163,15 +164,15 @@ def test_fp8_that_cannot_be_a_stack_or_lacks_its_scales_is_refused() -> None:
         weights.read(f"{BASES[0]}.weight", (128, 128))
     source.raw[f"{BASES[2]}.weights_block_scaling_factor"] = RawTensor.from_torch(torch.ones(2, 1))
     with pytest.raises(CheckpointError, match=r"experts\.2\.fc\.weights_block_scaling_factor has shape \[2, 1\]"):
-        weights.read_block_stack(BASES, 128, 128)
+        read_blocks(weights, BASES, 128, 128, True)
     del source.raw[f"{BASES[2]}.weights_block_scaling_factor"]
-    with pytest.raises(CompatibilityError, match=r"experts\.2\.fc is not in FP8"):
-        weights.read_block_stack(BASES, 128, 128)
+    with pytest.raises(CheckpointError, match=r"experts\.2\.fc\.weights_block_scaling_factor is missing"):
+        read_blocks(weights, BASES, 128, 128, True)
 
 
 @pytest.mark.parametrize("shape", [(1, 1), (7, 5), (8, 1), (9, 3), (128, 64), (137, 33), (300, 256)])
 def test_bytes_are_transposed_whatever_their_number(shape: tuple[int, int]) -> None:
     rows = np.random.default_rng(0).integers(0, 256, shape, dtype=np.uint8)
     turned = np.zeros(shape[::-1], np.uint8)
-    _transpose(rows, turned)
+    int4_weights.transpose(rows, turned)
     np.testing.assert_array_equal(turned, rows.T)

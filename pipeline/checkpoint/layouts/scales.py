@@ -1,4 +1,5 @@
-"""Names of the scales that go with quantized weights, and the shapes of those of FP8 blocks.
+"""Names of the scales that go with quantized weights, which format they say a weight is in, and the shapes of those of
+FP8 blocks.
 
 On the hub `X.weight` F8_E4M3 [O, I] goes with `X.weight_scale_inv` F32 [ceil(O/128), ceil(I/128)], which despite its
 name multiplies. The engine checkpoint uses TensorRT-LLM's names.
@@ -6,19 +7,54 @@ name multiplies. The engine checkpoint uses TensorRT-LLM's names.
 
 from __future__ import annotations
 
+from collections.abc import Mapping as AbstractMapping
 from dataclasses import replace
+from typing import TYPE_CHECKING
 
 from pipeline.checkpoint.layouts.rows import Mapping
 
+if TYPE_CHECKING:
+    from pipeline.checkpoint.tensors import TensorInfo
+
 BLOCK = 128
 FP8 = "F8_E4M3"
+INT8 = "I8"
 SOURCE_SUFFIX = "_scale_inv"  # after "X.weight"
 # After "X." in an engine checkpoint, and of the network's constants.
-WEIGHT_SCALES = "weights_scaling_factor"  # F32 [O, I/g] of INT4
-PRESCALE = "prequant_scaling_factor"  # what a linear's input is multiplied by before INT4 weights
+WEIGHT_SCALES = "weights_scaling_factor"  # F32 [O, I/g] of INT4, [1] of FP8, [O] of SmoothQuant
+CHANNEL_SCALES = "per_channel_scale"  # F32 [O] of INT8 weights alone
+ACTIVATION_SCALES = "activation_scaling_factor"  # F32 [1], of an input that is quantized too
+PRESCALE = "prequant_scaling_factor"  # what a linear's input is multiplied by before such weights
 BLOCK_SCALES = "weights_block_scaling_factor"
+# A layer's, after "transformer.layers.L.": F32 [1], one step of its quantized cache.
+CACHE_SCALES = "attention.kv_cache_scaling_factor"
 CONFIG_KEY = "fp8_blocks"  # of an engine checkpoint's own part of config.json: the size of its blocks
 ROLE = "block_scale"  # of the mappings that `scale_mapping` makes
+
+# The type of X.weight, and which of its scales there is: a format of quantization.selection.FORMATS. The first counts.
+SIGNATURES: tuple[tuple[str, str, str], ...] = (
+    (FP8, BLOCK_SCALES, "fp8_blocks"),
+    (FP8, ACTIVATION_SCALES, "fp8"),
+    (INT8, ACTIVATION_SCALES, "int8_sq"),
+    (INT8, CHANNEL_SCALES, "int8"),
+    (INT8, WEIGHT_SCALES, "int4"),
+)
+
+
+def find_format(tensors: AbstractMapping[str, TensorInfo], base: str) -> str | None:
+    """The format of the linear `base` (without ".weight") of an engine checkpoint; None where it is plain floats."""
+    weight = tensors.get(f"{base}.weight")
+    if weight is None or weight.dtype not in (FP8, INT8):
+        return None
+    for dtype, scales, name in SIGNATURES:
+        if weight.dtype == dtype and f"{base}.{scales}" in tensors:
+            return name
+    return None
+
+
+def cache_scale(layer: int) -> str:
+    """The engine checkpoint's name of the scale of a layer's quantized cache."""
+    return f"transformer.layers.{layer}.{CACHE_SCALES}"
 
 
 def source_scale(weight: str) -> str:
