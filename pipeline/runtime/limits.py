@@ -23,6 +23,8 @@ class Limits:
     max_chunk: rows of one sequence in it; None: as many as the step holds.
     context_batch: sequences in it; None: as many as are in flight.
     max_padded_rows: sequences times rows of the longest chunk in it, to which attention pads; None for no limit.
+    mixed: whether single tokens ride in a context step too. Attention pads them to the longest chunk beside them; where
+        the linears take no less time for more rows at once, as on a CPU, they had better take turns with the chunks.
     generation: (batch, length) rectangles, into one of which a step of single tokens must fit; (): any does.
     """
 
@@ -34,6 +36,7 @@ class Limits:
     max_chunk: int | None = None
     context_batch: int | None = None
     max_padded_rows: int | None = None
+    mixed: bool = True
     generation: tuple[tuple[int, int], ...] = ()
 
     def __post_init__(self) -> None:

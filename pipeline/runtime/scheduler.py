@@ -86,7 +86,8 @@ class Scheduler:
         self.pool.tick(now)
         self._admit(schedule, now)
         while self.running and not schedule.work:  # whoever was chosen may have had to pause
-            self._grant(self._selector.select(self._ranked(now)), schedule, now)
+            chosen = self._selector.select(self._ranked(now), lambda sequence: sequence.rank(now, self.ageing)[0])
+            self._grant(chosen, schedule, now)
         self._step += 1
         return schedule
 

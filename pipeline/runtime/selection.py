@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from dataclasses import dataclass
 
 from pipeline.runtime.limits import Limits
@@ -22,20 +23,23 @@ class Work:
 
 
 class Selector:
-    """Single tokens and chunks of prompts together where one context step takes them all; else they take turns."""
+    """Single tokens and chunks of prompts together where one context step takes them all; else they take turns, but for
+    a prompt of a higher class than all who generate. Nor does a prompt wait for chunks of lower classes beside it."""
 
     def __init__(self, limits: Limits) -> None:
         self.limits = limits
         self._context_last = False
 
-    def select(self, ranked: list[Sequence]) -> list[Work]:
-        """`ranked`: the running sequences, at least one, the most urgent first."""
+    def select(self, ranked: list[Sequence], level: Callable[[Sequence], int]) -> list[Work]:
+        """`ranked`: the running sequences, at least one, the most urgent first. `level`: a sequence's class by now."""
         single = [sequence for sequence in ranked if sequence.remaining == 1]
         prompts = [sequence for sequence in ranked if sequence.remaining > 1]
         if not prompts:
             return self._select_single(single)
-        together = len(single) < self.limits.context_sequences
-        if single and not together and self._context_last:
+        together = self.limits.mixed and len(single) < self.limits.context_sequences
+        first = level(prompts[0])
+        prompts = [sequence for sequence in prompts if level(sequence) == first]
+        if single and not together and self._context_last and first >= level(single[0]):
             self._context_last = False
             return self._select_single(single)
         self._context_last = True

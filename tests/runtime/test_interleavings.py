@@ -35,6 +35,7 @@ def make_limits(rng: random.Random) -> Limits:
         max_chunk=rng.choice([None, 1, 5]),
         context_batch=rng.choice([None, 1, 2]),
         max_padded_rows=rng.choice([None, 4, 20]),
+        mixed=rng.choice([True, False]),
         generation=rng.choice([(), ((batch, 20), (1, MAX_LENGTH)), ((batch, MAX_LENGTH),)]),
     )
 

@@ -92,6 +92,27 @@ def test_chunks_and_single_tokens_take_turns_where_the_context_profile_is_small(
     assert [counts(bench.step()) for _ in range(6)] == [{1: 1, 2: 1}, {3: 4}] * 3
 
 
+def test_single_tokens_and_chunks_take_turns_where_padding_costs_more_than_it_saves() -> None:
+    bench = Bench(mixed=False)
+    bench.add(5)
+    bench.add(30)
+    assert [counts(bench.step()) for _ in range(6)] == [{1: 5, 2: 11}, {1: 1}, {2: 16}, {1: 1}, {2: 3}, {1: 1, 2: 1}]
+
+
+@pytest.mark.parametrize("mixed", [True, False])
+def test_a_prompt_waits_neither_for_a_turn_nor_for_chunks_of_lower_classes(mixed: bool) -> None:
+    bench = Bench(mixed=mixed)
+    bench.add(4, answer=9, priority=2)
+    bench.add(40, priority=2)
+    bench.step()
+    bench.step()
+    beside = {1: 1} if mixed else {}
+    bench.add(6, priority=0)
+    assert counts(bench.step()) == {3: 6, **beside}
+    bench.add(6, priority=0)
+    assert counts(bench.step()) == ({4: 6, 3: 1, 1: 1} if mixed else {1: 1, 3: 1})  # its own class has its turn
+
+
 def test_generation_profiles_serve_everyone_in_turn() -> None:
     bench = Bench(generation=((3, 12), (1, 160)), max_num_tokens=64)
     for prompt in (5, 6, 20):
