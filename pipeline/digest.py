@@ -22,7 +22,7 @@ if TYPE_CHECKING:
     import numpy.typing as npt
 
 PREFIX = "blake3:"
-_RACY_NS = 2_000_000_000
+RACY_NS = 2_000_000_000
 _BUFFER = 1 << 21  # fits a core's cache: larger buffers digest slower
 
 Identity = tuple[int, int, int, int]
@@ -137,7 +137,7 @@ def digest_file(path: Path, *, cached: bool = True, on_bytes: Callable[[int], No
         digest = _digest_stream(file.readinto, on_bytes)
         after = os.fstat(file.fileno())
     # Cached only where nobody wrote meanwhile, and nobody could still write within the same tick of the clock.
-    settled = time.time_ns() - after.st_mtime_ns > _RACY_NS
+    settled = time.time_ns() - after.st_mtime_ns > RACY_NS
     if cache is not None and settled and identify(before) == identify(after):
         cache.remember(identify(after), digest)
     return digest

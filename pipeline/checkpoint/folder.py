@@ -79,7 +79,16 @@ class CheckpointFolder:
     def files(self) -> list[Path]:
         """Every file the checkpoint consists of: config, index, shards, generation config, tokenizer."""
         others = [self.path / name for name in (CONFIG, INDEX, GENERATION_CONFIG)]
-        return [f for f in others if f.is_file()] + [shard.path for shard in self._shards] + self.tokenizer_files
+        return [f for f in others if f.is_file()] + self.shards + self.tokenizer_files
+
+    @property
+    def shards(self) -> list[Path]:
+        return [shard.path for shard in self._shards]
+
+    @property
+    def nbytes(self) -> int:
+        """Of all tensors."""
+        return sum(shard.nbytes for shard in self._shards)
 
     @property
     def tokenizer_files(self) -> list[Path]:

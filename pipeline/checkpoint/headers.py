@@ -11,6 +11,7 @@ from pipeline.errors import CheckpointError
 
 if TYPE_CHECKING:
     from collections.abc import Iterable, Sequence
+    from pathlib import Path
 
     from pipeline.checkpoint.layouts import Mapping
 
@@ -31,9 +32,14 @@ def check_headers(folder: CheckpointFolder) -> None:
 
         check_config(folder.config, str(folder.path / CONFIG))
         _refuse_plain_weights(folder, mappings)
-    if not (folder.path / TOKENIZER).is_file():
+    check_tokenizer(folder.path)
+
+
+def check_tokenizer(path: Path) -> None:
+    """Raises CheckpointError where the folder `path` has no tokenizer."""
+    if not (path / TOKENIZER).is_file():
         raise CheckpointError(
-            f"{folder.path / TOKENIZER} is missing: calibration, held-out text and the package need it",
+            f"{path / TOKENIZER} is missing: calibration, held-out text and the package need it",
             hint="copy it from the model's own repository; a tokenizer.model alone is not read",
         )
 

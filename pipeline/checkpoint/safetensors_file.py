@@ -44,6 +44,11 @@ class SafetensorsFile:
         self._offsets, self._data_start = header.offsets, header.data_start
         self._map: mmap.mmap | None = None
 
+    @property
+    def nbytes(self) -> int:
+        """Of its tensors, which fill what follows the header."""
+        return max((end for _, end in self._offsets.values()), default=0)
+
     def read(self, name: str) -> RawTensor:
         """The tensor's bytes, without a copy unless they lie misaligned for their type. Raises KeyError."""
         import numpy as np

@@ -44,8 +44,8 @@ def command(
     config = read_config(config_file, overrides)
     source = check_source(config, buildable=False)
     plans = Executor(config, load_stages()).plan(start=start, until=until, force=force)
-    memory = describe_memory(config, source.folder.architecture, source.folder.tensors)
-    host = describe_host(config, source.folder.architecture, source.folder.tensors)
+    memory = describe_memory(config, source.headers.architecture, source.headers.tensors)
+    host = describe_host(config, source.headers.architecture, source.headers.tensors)
     if as_json:
         stages = [_to_json(plan) for plan in plans]
         document = {"name": config.name, "stages": stages, "memory": memory, "host": host, "notes": list(source.notes)}

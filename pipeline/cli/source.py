@@ -11,37 +11,40 @@ from pipeline.errors import CheckpointError, ConfigError
 if TYPE_CHECKING:
     from pathlib import Path
 
-    from pipeline.checkpoint.folder import CheckpointFolder
+    from pipeline.checkpoint.checked_headers import CheckedHeaders
     from pipeline.config.schema import Config
+
+HEADERS = ".headers"  # in the store: what of sources was checked
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class CheckedSource:
     """`notes`: what a user must know about a combination that works, `host_notes` among them: what this host lacks."""
 
-    folder: CheckpointFolder
+    headers: CheckedHeaders
     notes: tuple[str, ...]
     host_notes: tuple[str, ...]
 
 
-def check_source(config: Config, *, buildable: bool = True) -> CheckedSource:
+def check_source(config: Config, *, buildable: bool = True, keep: bool = True) -> CheckedSource:
     """Refuses what cannot be, without reading a weight (ConfigError, CheckpointError, CompatibilityError).
 
-    `buildable` also refuses what is valid but not carried out by this version.
+    `buildable` also refuses what is valid but not carried out by this version; `keep` notes in the store what passed.
     """
-    from pipeline.checkpoint.folder import CheckpointFolder
-    from pipeline.checkpoint.headers import check_headers
+    from pipeline.checkpoint.checked_headers import read_checked, remember
     from pipeline.cli.host import list_host_notes
     from pipeline.config.compatibility import check_buildable, check_compatibility
 
     _check_model(config)
-    folder = CheckpointFolder.open(config.model.path)
+    memory = config.store_folder / HEADERS
+    headers = read_checked(config.model.path, memory)
     check = check_buildable if buildable else check_compatibility
-    check_headers(folder)
-    notes = check(config, folder.architecture, folder.tensors)
+    notes = check(config, headers.architecture, headers.tensors)
     _check_texts(config)
+    if keep:
+        remember(config.model.path, memory, headers)
     host_notes = list_host_notes(config)
-    return CheckedSource(folder=folder, notes=(*notes, *host_notes), host_notes=host_notes)
+    return CheckedSource(headers=headers, notes=(*notes, *host_notes), host_notes=host_notes)
 
 
 def _check_model(config: Config) -> None:

@@ -20,9 +20,8 @@ def command(config_file: str, overrides: tuple[str, ...], as_json: bool) -> None
     from pipeline.cli.source import check_source
 
     config = read_config(config_file, overrides)
-    source = check_source(config)
-    architecture = source.folder.architecture
-    nbytes = sum(info.nbytes for info in source.folder.tensors.values())
+    source = check_source(config, keep=False)
+    architecture, nbytes = source.headers.architecture, source.headers.nbytes
     if as_json:
         print_json(
             {
@@ -31,7 +30,7 @@ def command(config_file: str, overrides: tuple[str, ...], as_json: bool) -> None
                     "architecture": architecture.name,
                     "layers": architecture.num_layers,
                     "dtype": architecture.dtype,
-                    "tensors": len(source.folder.tensors),
+                    "tensors": source.headers.count,
                     "bytes": nbytes,
                 },
                 "notes": list(source.notes),
@@ -40,7 +39,7 @@ def command(config_file: str, overrides: tuple[str, ...], as_json: bool) -> None
         return
     click.echo(
         f"{config.name}: valid. {config.model.path}: {architecture.name}, {architecture.num_layers} layers, "
-        f"{len(source.folder.tensors)} tensors, {format_bytes(nbytes)}"
+        f"{source.headers.count} tensors, {format_bytes(nbytes)}"
     )
     for note in source.notes:
         click.echo(f"  note: {note}")

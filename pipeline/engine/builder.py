@@ -14,9 +14,8 @@ from typing import TYPE_CHECKING
 
 from pipeline.digest import digest_file
 from pipeline.engine.backends import find_backend
+from pipeline.engine.build_memory import build_memory
 from pipeline.engine.description import (
-    FULL,
-    STRIPPED,
     BuildRecord,
     EngineDescription,
     ProfileDescription,
@@ -24,7 +23,7 @@ from pipeline.engine.description import (
     TensorDescription,
 )
 from pipeline.engine.engine_file import EngineFile, inspect_engine
-from pipeline.engine.limits import BuildLimits
+from pipeline.engine.limits import FULL, STRIPPED, BuildLimits
 from pipeline.engine.process import read_kilobytes, run_worker
 from pipeline.engine.refit_list import REFIT_LIST, load_refit_list
 from pipeline.errors import BuildError
@@ -33,15 +32,9 @@ from pipeline.network.spec import NetworkSpec
 from pipeline.progress import SILENT, Progress, format_amount
 
 if TYPE_CHECKING:
-    from pipeline.checkpoint.architecture import Architecture
     from pipeline.checkpoint.folder import CheckpointFolder
 
 NETWORK_FACTORY = "pipeline.network.network:build_network"
-# Anonymous memory of the build process, measured with TensorRT-RTX 1.7: two copies of the weights in the builder, one
-# more of INT4 weights in the network, which transposes them (2.6 in all for a 1.3B INT4 model), and its own half GB.
-_COPIES, _OWN_BYTES = 2.7, 500_000_000
-# Without weights: the compiler's own objects (2.0 GB for 27 layers of DeepSeek-V2-Lite, 4.4 for the 60 of V2-236B).
-_STRIPPED_BYTES, _STRIPPED_BYTES_PER_LAYER = 600_000_000, 70_000_000
 
 
 def build_engine(
@@ -86,7 +79,7 @@ def build_engine(
         "log": str(log),
         "factory": factory,
     }
-    needed = estimate_build_bytes(source, weights)
+    needed = build_memory(source.architecture, source.nbytes, weights)
     _warn_about_memory(needed, progress)
     began = time.monotonic()
     try:
@@ -125,18 +118,6 @@ def build_engine(
         partial.unlink(missing_ok=True)
         refit_list.unlink(missing_ok=True)
     return description
-
-
-def estimate_build_bytes(source: CheckpointFolder, weights: str = FULL) -> int:
-    """Memory that building from this checkpoint takes, in bytes, beside the mapped weight files."""
-    return build_memory(source.architecture, sum(info.nbytes for info in source.tensors.values()), weights)
-
-
-def build_memory(architecture: Architecture, nbytes: int, weights: str) -> int:
-    """The same for so many bytes of weights."""
-    if weights == STRIPPED:
-        return _STRIPPED_BYTES + architecture.num_layers * _STRIPPED_BYTES_PER_LAYER
-    return int(_COPIES * nbytes) + _OWN_BYTES
 
 
 def _warn_about_memory(needed: int, progress: Progress) -> None:

@@ -9,13 +9,12 @@ from pathlib import Path
 from typing import Any
 
 from pipeline.engine.document import read_document
-from pipeline.engine.limits import BuildLimits
+from pipeline.engine.limits import FULL, BuildLimits
 from pipeline.errors import BuildError, CompatibilityError
 from pipeline.network.spec import NetworkSpec
 
 FORMAT = 1
 DESCRIPTION = "engine.json"
-FULL, STRIPPED = "full", "stripped"
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

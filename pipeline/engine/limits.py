@@ -17,6 +17,8 @@ from pipeline.network.inputs import Port
 # Attention pads every sequence of a step to the longest chunk, [B, Q]; the default chunk keeps B x Q within this many
 # times the step's rows, since workspace (with MLA: B x Q x heads x K) and wasted work grow with it.
 PADDED_ROWS = 2
+# What an engine holds of its weights: all of them, or none, until a refit brings them.
+FULL, STRIPPED = "full", "stripped"
 
 Shape = tuple[int, ...]
 

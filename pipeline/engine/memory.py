@@ -16,7 +16,7 @@ from pipeline.engine.limits import BuildLimits, Profile, Rectangle
 from pipeline.engine.split import WHOLE, Split
 from pipeline.engine.weights import estimate_weights
 from pipeline.engine.workspace import Workspace
-from pipeline.network.inputs import network_inputs, network_outputs
+from pipeline.network.inputs import Port, network_inputs, network_outputs
 from pipeline.network.spec import NetworkSpec
 from pipeline.quantization.selection import NOTHING, Rules
 
@@ -115,6 +115,7 @@ class _Part:
     spec: NetworkSpec
     weights: int
     exchanged: int
+    ports: tuple[Port, ...]  # step inputs and the logits, without the pools
 
     @property
     def kv_bytes_per_token(self) -> int:
@@ -129,9 +130,7 @@ class _Part:
 
     def io_bytes(self, profile: Profile) -> int:
         """Step inputs and the logits; the pools are counted as the KV cache."""
-        ports = (*network_inputs(self.architecture, self.spec), network_outputs(self.architecture, self.spec)[0])
-        # Pools are the ports of rank 4; everything else is int32 or float32.
-        return sum(math.prod(port.resolve(profile.maximum)) * _FLOAT32 for port in ports if len(port.axes) < 4)
+        return sum(math.prod(port.resolve(profile.maximum)) * _FLOAT32 for port in self.ports)
 
 
 def _pick_part(
@@ -153,11 +152,15 @@ def _pick_part(
     }
     heaviest = max(weights, key=lambda layers: weights[layers])
     spec = NetworkSpec(dtype=dtype, max_seq_len=limits.max_seq_len, block_size=limits.block_size, moe=moe)
+    shrunk = split.shrink(architecture, heaviest)
+    ports = (*network_inputs(shrunk, spec), network_outputs(shrunk, spec)[0])
     return _Part(
-        architecture=split.shrink(architecture, heaviest),
+        architecture=shrunk,
         spec=spec,
         weights=weights[heaviest],
         exchanged=split.expert,
+        # Pools are the ports of rank 4; everything else is int32 or float32.
+        ports=tuple(port for port in ports if len(port.axes) < 4),
     )
 
 

@@ -10,7 +10,8 @@ from dataclasses import replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from pipeline.engine.description import DESCRIPTION, FULL, STRIPPED, EngineDescription, load_description
+from pipeline.engine.description import DESCRIPTION, EngineDescription, load_description
+from pipeline.engine.limits import FULL, STRIPPED
 from pipeline.engine.refit_list import RefitList, load_refit_list
 from pipeline.engine.refitter import Spool, WeightBringer, check_constant
 from pipeline.errors import BuildError

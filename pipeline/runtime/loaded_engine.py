@@ -11,7 +11,8 @@ from collections.abc import Mapping
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from pipeline.engine.description import STRIPPED, EngineDescription
+from pipeline.engine.description import EngineDescription
+from pipeline.engine.limits import STRIPPED
 from pipeline.errors import CompatibilityError
 from pipeline.progress import format_amount
 from pipeline.runtime.device import Device, short_of_memory

@@ -13,7 +13,8 @@ from typing import TYPE_CHECKING, Any
 from pipeline.checkpoint.layouts import layout_for, list_kinds
 from pipeline.checkpoint.layouts.scales import count_blocks
 from pipeline.checkpoint.tensors import MODEL_DTYPE_BYTES
-from pipeline.engine.description import STRIPPED
+from pipeline.engine.build_memory import build_memory
+from pipeline.engine.limits import STRIPPED
 from pipeline.engine.weights import estimate_weights
 from pipeline.quantization.selection import FORMATS, Decision, Rules
 
@@ -109,8 +110,6 @@ def forecast(
 
 
 def _forecast_build(config: Config, architecture: Architecture, weights: int) -> Forecast:
-    from pipeline.engine.builder import build_memory
-
     build = config.stages.build
     parts = architecture.num_layers * (1 + len(build.profiles))
     program = parts * PROGRAM_BYTES[architecture.latent is not None]
