@@ -16,7 +16,7 @@ CHUNK_CHARACTERS = 1 << 16  # tokenized at a time: a whole file in one call is s
 
 def encode_text(tokenizer_file: Path, text: str) -> list[int]:
     """Token ids, without special tokens. Raises CheckpointError for a tokenizer that cannot be read."""
-    ids: list[int] = _load(tokenizer_file).encode(text, add_special_tokens=False).ids
+    ids: list[int] = load_tokenizer(tokenizer_file).encode(text, add_special_tokens=False).ids
     return ids
 
 
@@ -25,7 +25,7 @@ def encode_file(tokenizer_file: Path, file: Path, *, setting: str) -> list[int]:
 
     Raises CheckpointError for the tokenizer, or for the file, naming the `setting` of the config that names it.
     """
-    tokenizer = _load(tokenizer_file)
+    tokenizer = load_tokenizer(tokenizer_file)
     try:
         encodings = tokenizer.encode_batch(list(_chunks(file)), add_special_tokens=False)
     except (OSError, UnicodeDecodeError) as error:
@@ -33,7 +33,8 @@ def encode_file(tokenizer_file: Path, file: Path, *, setting: str) -> list[int]:
     return _join(encoding.ids for encoding in encodings)
 
 
-def _load(tokenizer_file: Path) -> Tokenizer:
+def load_tokenizer(tokenizer_file: Path) -> Tokenizer:
+    """Without truncation and padding, whatever the file says. Raises CheckpointError where it cannot be read."""
     from tokenizers import Tokenizer
 
     if not tokenizer_file.is_file():  # reading a pipe would wait, a device would never end

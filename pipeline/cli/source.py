@@ -9,6 +9,7 @@ from typing import TYPE_CHECKING
 from pipeline.errors import CheckpointError, ConfigError
 
 if TYPE_CHECKING:
+    from collections.abc import Sequence
     from pathlib import Path
 
     from pipeline.checkpoint.checked_headers import CheckedHeaders
@@ -62,9 +63,11 @@ def _check_model(config: Config) -> None:
 def _check_texts(config: Config) -> None:
     """The text files that the stages will read are there."""
     quantize, verify = config.stages.quantize, config.stages.verify
-    texts = {"stages.verify.heldout.files": verify.heldout.files}
-    if quantize.method == "awq":
-        texts = {"stages.quantize.calibration.files": quantize.calibration.files, **texts}
+    texts: dict[str, Sequence[Path]] = {"stages.verify.heldout.files": verify.heldout.files}
+    if quantize.measures:
+        calibration: Sequence[Path] = [file.path for file in quantize.calibration.files]
+        texts = {"stages.quantize.calibration.files": calibration, **texts}
+    texts["stages.verify.tasks"] = verify.tasks
     for key, files in texts.items():
         for file in files:
             if file.is_file():

@@ -3,9 +3,9 @@
 from __future__ import annotations
 
 from pathlib import Path
-from typing import TYPE_CHECKING, Annotated, Literal
+from typing import TYPE_CHECKING, Annotated, Any, Literal
 
-from pydantic import BaseModel, ConfigDict, Field
+from pydantic import BaseModel, BeforeValidator, ConfigDict, Field
 
 from pipeline.quantization.selection import GroupSize, Role, Rules
 
@@ -32,11 +32,41 @@ class Convert(Section):
     )
 
 
-class Calibration(Section):
-    """Text whose activations AWQ sees. Take text unlike the held-out text that verify judges by."""
+class TextFile(Section):
+    """A file of calibration text; written as a bare path where nothing more is to be said."""
 
-    files: tuple[Path, ...] = Field(
-        default=(Path("checkpoints/text/calibration.txt"),), min_length=1, description="Plain text files, UTF-8."
+    path: Path = Field(description="UTF-8: plain text, or JSON lines.")
+    format: Literal["auto", "text", "jsonl", "chat"] = Field(
+        default="auto",
+        description="text; jsonl: a text per line; chat: a conversation per line, through the model's chat template; "
+        "auto: JSON lines by the name .jsonl or .ndjson, chat where the first of them holds messages.",
+    )
+    key: str | None = Field(
+        default=None, min_length=1, description="Entry of each JSON line; null: text, for chat messages."
+    )
+    weight: Ratio | None = Field(
+        default=None,
+        description="Share of the samples, in proportion to the other files' (1 where they say none); null in all of "
+        "them: every piece of text is as likely.",
+    )
+
+
+def _name_path(value: object) -> object:
+    return {"path": value} if isinstance(value, str | Path) else value
+
+
+def _allow_path(schema: dict[str, Any]) -> None:
+    schema["items"] = {"anyOf": [{"type": "string", "format": "path"}, schema["items"]]}
+
+
+class Calibration(Section):
+    """Text whose activations are measured. Take text unlike the held-out text that verify judges by."""
+
+    files: tuple[Annotated[TextFile, BeforeValidator(_name_path)], ...] = Field(
+        default=(TextFile(path=Path("checkpoints/text/calibration.txt")),),
+        min_length=1,
+        description="Paths, or maps that say more: {path: chats.jsonl, format: chat, weight: 2}.",
+        json_schema_extra=_allow_path,
     )
     samples: Positive = Field(default=512, description="How many pieces of text.")
     length: Positive = Field(default=256, description="Tokens per piece.")
@@ -86,66 +116,6 @@ class Quantize(Section):
     def measures(self) -> bool:
         """Whether a method looks at activations, and so at calibration text."""
         return self.rules.measures
-
-
-class HeldOut(Section):
-    """Text that quantization never saw."""
-
-    files: tuple[Path, ...] = Field(
-        default=(Path("checkpoints/text/heldout.txt"),), min_length=1, description="Plain text files, UTF-8."
-    )
-    tokens: Positive = Field(default=8192, description="How many tokens are scored.")
-    window: Annotated[int, Field(ge=2)] = Field(default=256, description="Tokens per independently scored piece.")
-
-
-class Gates(Section):
-    """Bounds that stop the pipeline. null turns a gate off; it is then reported as skipped, never as passed."""
-
-    conversion: Literal["exact", "off"] = Field(
-        default="exact",
-        description="Converted weights mapped back must equal the source's, bit for bit in the same type.",
-    )
-    network_exact: Ratio | None = Field(
-        default=1e-4, description="Largest |logit difference| of the network in fp32 against transformers in fp32."
-    )
-    network_declared: Ratio | None = Field(
-        default=None,
-        description="Median position's RMS logit error in the declared types, relative to exact arithmetic; null takes "
-        "the bound derived from the types.",
-    )
-    perplexity_ratio: Ratio | None = Field(default=1.05, description="Perplexity of quantized over original, at most.")
-    top1_agreement: Annotated[float, Field(ge=0, le=1)] | None = Field(
-        default=0.9, description="Share of held-out positions with the same most likely token, at least."
-    )
-    mean_kl: Ratio | None = Field(
-        default=0.05,
-        description="Mean KL divergence (nats) from original to quantized, at most.",
-    )
-
-
-class Verify(Section):
-    """The proof that what is built computes what the checkpoint says, and what quantization cost."""
-
-    prompts: tuple[Annotated[str, Field(min_length=1)], ...] = Field(
-        default=(
-            "def quicksort(",
-            "The interpreter reads a statement, evaluates it and",
-            "import os\nimport sys\n\n\ndef main() -> int:\n    parser = argparse.ArgumentParser(description=",
-            "A tensor is",
-        ),
-        min_length=2,
-        description="Prompts of unequal length for the comparison with transformers, run together as one batch.",
-    )
-    prefill_chunk: Positive = Field(
-        default=7,
-        description="Tokens per prefill step: prompts are fed in chunks of this size.",
-    )
-    decode_tokens: Positive = Field(default=6, description="Tokens decoded one at a time after each prompt.")
-    router_margin: Annotated[float, Field(ge=0, le=1e-3)] = Field(
-        default=1e-5, description="Positions whose expert choice is closer than this are counted and left out."
-    )
-    heldout: HeldOut = Field(default=HeldOut(), description="What perplexity, agreement and KL are measured on.")
-    gates: Gates = Field(default=Gates(), description="Bounds that stop the pipeline.")
 
 
 class GenerationProfile(Section):

@@ -26,6 +26,7 @@ from pipeline.errors import CompatibilityError
 from pipeline.progress import SILENT, Progress
 from pipeline.quantization import calibration
 from pipeline.quantization.calibration import Calibration
+from pipeline.quantization.documents import name_file
 from pipeline.quantization.folding import Adjustments
 from pipeline.quantization.layer import UNROUTED, LayerPlan, group_linears, plan_layer
 from pipeline.quantization.report import REPORT, QuantizationReport
@@ -223,7 +224,8 @@ class _Run:
         if not self.measures:
             return None
         c = self.settings.calibration
-        return {"files": [f.name for f in c.files], "samples": c.samples, "length": c.length, "seed": c.seed}
+        files = [name_file(file).path.name for file in c.files]
+        return {"files": files, "samples": c.samples, "length": c.length, "seed": c.seed}
 
     def _write_config(self, infos: Sequence[TensorInfo]) -> Path:
         quantization = {

@@ -6,6 +6,7 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import Protocol
 
+from pipeline.quantization.documents import CalibrationFile
 from pipeline.quantization.selection import Rules
 
 
@@ -13,7 +14,7 @@ class CalibrationSettings(Protocol):
     """Text that activations are measured on: `samples` pieces of `length` tokens, drawn with `seed`."""
 
     @property
-    def files(self) -> Sequence[Path]: ...
+    def files(self) -> Sequence[CalibrationFile | Path]: ...
     @property
     def samples(self) -> int: ...
     @property

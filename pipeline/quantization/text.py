@@ -1,23 +1,35 @@
-"""Calibration text: files to token ids, cut into pieces of one length, drawn with a seed."""
+"""Calibration text: files to token ids, cut into pieces of one length, drawn with a seed.
+
+Files of ordinary size are tokenized whole, their pieces put into one pool and drawn from. Where a file says its weight,
+or is too large to be read whole, each file gives a number of pieces of its own: by the weights, else by the sizes. A
+large file is entered at as many places, one in each of equal parts, and only what is drawn is read.
+"""
 
 from __future__ import annotations
 
 import random
+from dataclasses import dataclass
+from pathlib import Path
 from typing import TYPE_CHECKING
 
-from pipeline.checkpoint.text import encode_file
-from pipeline.errors import QuantizationError
+from pipeline.checkpoint.text import encode_file, load_tokenizer
+from pipeline.errors import CheckpointError, QuantizationError
+from pipeline.quantization.chat import ChatTemplate
+from pipeline.quantization.documents import SETTING, CalibrationFile, Documents, name_file
 
 if TYPE_CHECKING:
-    from collections.abc import Sequence
-    from pathlib import Path
+    from collections.abc import Iterable, Sequence
 
+    from tokenizers import Tokenizer
     from torch import Tensor
+
+WHOLE_BYTES = 16 << 20  # of a file that is tokenized whole: half a minute's work
+BATCH = 256  # documents tokenized at a time
 
 
 def sample_tokens(
     tokenizer_file: Path,
-    files: Sequence[Path],
+    files: Sequence[CalibrationFile | Path],
     *,
     samples: int,
     length: int,
@@ -25,35 +37,130 @@ def sample_tokens(
     vocab_size: int,
     bos: int | None = None,
 ) -> Tensor:
-    """int64 [samples, length] token ids, pieces in the order of the text, none twice.
+    """int64 [samples, length] token ids, pieces in the order of the files, none twice.
 
-    Every piece begins with `bos` where there is one, as the model's real inputs do. Raises QuantizationError for too
-    little text and ids beyond the model's vocabulary, CheckpointError for files that cannot be read.
+    Every piece begins with `bos` where there is one, as the model's real inputs do; chat templates that write it
+    themselves do not double it. Raises QuantizationError for too little text, lines that cannot be read and ids beyond
+    the model's vocabulary, CheckpointError for files that cannot be read.
     """
     import torch
 
     wanted = length - (bos is not None)
     if wanted < 1:
         raise QuantizationError(f"calibration.length {length} leaves no room for text", hint="make it at least 2")
-    counts: dict[Path, int] = {}
-    pieces: list[list[int]] = []
-    for file in files:
-        ids = encode_file(tokenizer_file, file, setting="stages.quantize.calibration.files")
-        counts[file] = len(ids)
-        pieces += [ids[start : start + wanted] for start in range(0, len(ids) - wanted + 1, wanted)]
+    template = ChatTemplate(tokenizer_file.parent)
+    sources = [_Source(_open(file), template, tokenizer_file=tokenizer_file, wanted=wanted, bos=bos) for file in files]
+    if all(source.file.weight is None and source.is_small for source in sources):
+        pieces = _draw([piece for source in sources for piece in source.cut()], samples, random.Random(seed))
+    else:
+        shares = _share(samples, [source.weight(sources) for source in sources])
+        pieces = [
+            piece
+            for i, (source, share) in enumerate(zip(sources, shares, strict=True))
+            for piece in source.draw(share, random.Random(f"{seed}/{i}"))
+        ]
     if len(pieces) < samples:
-        found = "; ".join(f"{file}: {count:,} tokens" for file, count in counts.items())
+        found = "; ".join(source.describe() for source in sources)
         raise QuantizationError(
-            f"too little calibration text: {samples} pieces of {length} tokens are wanted, "
-            f"there are {len(pieces)} ({found})",
+            f"too little calibration text: {samples} pieces of {length} tokens are wanted, there are {len(pieces)} "
+            f"({found})",
             hint="add files to stages.quantize.calibration.files, or lower samples or length",
         )
-    drawn = sorted(random.Random(seed).sample(range(len(pieces)), samples))
     first = [] if bos is None else [bos]
-    tokens = torch.tensor([first + pieces[i] for i in drawn], dtype=torch.int64)
+    tokens = torch.tensor([first + piece for piece in pieces], dtype=torch.int64)
     if int(tokens.max()) >= vocab_size:
         raise QuantizationError(
             f"{tokenizer_file} gives token {int(tokens.max())}, the model's vocabulary ends at {vocab_size - 1}",
             hint="the tokenizer belongs to another model",
         )
     return tokens
+
+
+def _open(file: CalibrationFile | Path) -> CalibrationFile:
+    opened = name_file(file)
+    if not opened.path.is_file():  # reading a pipe would wait, a device would never end
+        what = "is no regular file" if opened.path.exists() else "is missing"
+        raise CheckpointError(f"{opened.path} {what}", hint=f"{SETTING} names files of text")
+    return opened
+
+
+def _draw(pieces: list[list[int]], count: int, chance: random.Random) -> list[list[int]]:
+    """`count` of the pieces in their order, all where there are fewer."""
+    if len(pieces) <= count:
+        return pieces
+    return [pieces[i] for i in sorted(chance.sample(range(len(pieces)), count))]
+
+
+def _share(samples: int, weights: Sequence[float]) -> list[int]:
+    """Whole numbers in proportion to the weights, `samples` in all: the largest remainders are rounded up."""
+    exact = [samples * weight / sum(weights) for weight in weights]
+    shares = [int(value) for value in exact]
+    order = sorted(range(len(exact)), key=lambda i: shares[i] - exact[i])
+    for i in order[: samples - sum(shares)]:
+        shares[i] += 1
+    return shares
+
+
+@dataclass(slots=True)
+class _Source:
+    """One file, and what was found in it."""
+
+    file: CalibrationFile
+    template: ChatTemplate
+    tokenizer_file: Path
+    wanted: int  # tokens of a piece, without BOS
+    bos: int | None
+    tokens: int = 0
+
+    @property
+    def is_small(self) -> bool:
+        return self.file.path.stat().st_size <= WHOLE_BYTES
+
+    def weight(self, sources: Sequence[_Source]) -> float:
+        if all(source.file.weight is None for source in sources):
+            return float(self.file.path.stat().st_size)
+        return self.file.weight if self.file.weight is not None else 1.0
+
+    def describe(self) -> str:
+        return f"{self.file.path}: {self.tokens:,} tokens"
+
+    def draw(self, count: int, chance: random.Random) -> list[list[int]]:
+        """At most `count` pieces."""
+        return _draw(self.cut(), count, chance) if self.is_small else self._enter(count, chance)
+
+    def cut(self) -> list[list[int]]:
+        """The whole file in pieces; what is left at its end is too short for one."""
+        documents = Documents(self.file, self.template)
+        if documents.format == "text":
+            ids = encode_file(self.tokenizer_file, self.file.path, setting=SETTING)
+        else:
+            ids = self._encode(load_tokenizer(self.tokenizer_file), [text for _, text in documents.read()])
+        self.tokens = len(ids)
+        return [ids[start : start + self.wanted] for start in range(0, len(ids) - self.wanted + 1, self.wanted)]
+
+    def _enter(self, count: int, chance: random.Random) -> list[list[int]]:
+        """A piece from a random place in each of `count` equal parts of the file, none reaching into the next."""
+        documents = Documents(self.file, self.template)
+        tokenizer = load_tokenizer(self.tokenizer_file)
+        part = documents.nbytes / max(count, 1)
+        pieces: list[list[int]] = []
+        behind = 0
+        for i in range(count):
+            ids: list[int] = []
+            for end, text in documents.read(max(behind, int((i + chance.random()) * part))):
+                behind = end
+                ids += self._encode(tokenizer, [text])
+                if len(ids) >= self.wanted:
+                    break
+            self.tokens += len(ids)
+            if len(ids) >= self.wanted:
+                pieces.append(ids[: self.wanted])
+        return pieces
+
+    def _encode(self, tokenizer: Tokenizer, texts: Sequence[str]) -> list[int]:
+        parts: Iterable[list[int]] = (
+            encoding.ids
+            for start in range(0, len(texts), BATCH)
+            for encoding in tokenizer.encode_batch(list(texts[start : start + BATCH]), add_special_tokens=False)
+        )
+        return [token for ids in parts for token in (ids[1:] if ids[:1] == [self.bos] else ids)]

@@ -15,7 +15,7 @@ if TYPE_CHECKING:
 
 def _sources(config: Config) -> Mapping[str, Sequence[Path]]:
     settings = config.stages.quantize
-    return {"calibration": settings.calibration.files} if settings.measures else {}
+    return {"calibration": [file.path for file in settings.calibration.files]} if settings.measures else {}
 
 
 def _parameters(config: Config) -> Mapping[str, Any]:
@@ -24,7 +24,8 @@ def _parameters(config: Config) -> Mapping[str, Any]:
     parameters = config.stages.quantize.model_dump(mode="json")
     calibration = parameters.pop("calibration")
     if config.stages.quantize.measures:
-        parameters["calibration"] = {key: value for key, value in calibration.items() if key != "files"}
+        files = [{key: value for key, value in file.items() if key != "path"} for file in calibration["files"]]
+        parameters["calibration"] = {**calibration, "files": files}
     return parameters
 
 

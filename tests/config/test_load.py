@@ -283,3 +283,16 @@ def test_a_file_name_that_is_no_name(folder):
     assert error.hint.startswith("set name: ")
     folder("my config.yaml", "name: mine\n" + MINIMAL)
     assert load_config("my config.yaml").name == "mine"
+
+
+def test_calibration_files_are_paths_or_say_more(folder):
+    folder("c.yaml", MINIMAL + "stages: {quantize: {calibration: {files: [a.txt, {path: b.jsonl, weight: 2}]}}}\n")
+    plain, weighted = load_config("c.yaml").stages.quantize.calibration.files
+    assert (plain.path, plain.format, plain.weight) == (Path("a.txt"), "auto", None)
+    assert (weighted.path, weighted.key, weighted.weight) == (Path("b.jsonl"), None, 2)
+    folder("c.yaml", MINIMAL + "stages: {quantize: {calibration: {files: [{path: b.jsonl, wieght: 2}]}}}\n")
+    error = refuse("c.yaml")
+    assert "c.yaml:3: stages.quantize.calibration.files.0.wieght: is not a setting" in error.message
+    assert "did you mean stages.quantize.calibration.files.0.weight?" in error.message
+    folder("c.yaml", MINIMAL + "stages: {quantize: {calibration: {files: [3]}}}\n")
+    assert "c.yaml:3: stages.quantize.calibration.files.0: must be a map of settings, not 3" in refuse("c.yaml").message
