@@ -10,7 +10,7 @@ from collections.abc import Callable
 from dataclasses import dataclass, field, replace
 from typing import TYPE_CHECKING, Any
 
-from pipeline.checkpoint.layouts.scales import WEIGHT_SCALES
+from pipeline.checkpoint.layouts.scales import find_format
 from pipeline.checkpoint.tensors import DTYPES
 from pipeline.progress import SILENT
 
@@ -166,7 +166,7 @@ def _unpack(data: Bytes, _: str) -> Values:
 
 
 def _is_packed(folder: CheckpointFolder, info: TensorInfo) -> bool:
-    return info.dtype == "I8" and f"{info.name.removesuffix('weight')}{WEIGHT_SCALES}" in folder.tensors
+    return info.name.endswith(".weight") and find_format(folder.tensors, info.name.removesuffix(".weight")) == "int4"
 
 
 def _count(info: TensorInfo, packed: bool) -> int:

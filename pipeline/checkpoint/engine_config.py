@@ -42,7 +42,9 @@ def write_converted(
 
 def write_quantized(source: CheckpointFolder, folder: Path, quantization: Mapping[str, Any], *, has_fp8: bool) -> Path:
     """`source` is the unquantized engine checkpoint; `has_fp8`: whether any weight in FP8 blocks is left."""
-    own = {key: value for key, value in source.config[OWN_KEY].items() if key != FP8_KEY or has_fp8}
+    own = {key: value for key, value in source.config[OWN_KEY].items() if key != FP8_KEY}
+    if has_fp8:
+        own[FP8_KEY] = [BLOCK, BLOCK]
     return _write_text(folder, set_keys(_read_text(source), {OWN_KEY: {**own, "quantization": quantization}}))
 
 

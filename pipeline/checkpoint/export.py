@@ -2,13 +2,13 @@
 
 For proofs and calibration a quantized linear comes back as the float32 matrix that it stands for, its pre-quantization
 scale (arXiv 2306.00978 §3.2) multiplied into the input columns, so that transformers' module, which knows of no scale,
-computes the same function.
+computes the same function; where inputs are quantized too, the same but for their rounding.
 """
 
 from __future__ import annotations
 
 import shutil
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING
 from uuid import uuid4
@@ -18,7 +18,7 @@ from pipeline.checkpoint.block_scales import is_block_scaled, read_weight
 from pipeline.checkpoint.engine_config import read_own_key, write_exported
 from pipeline.checkpoint.folder import CheckpointFolder
 from pipeline.checkpoint.layouts import Mapping, layout_for
-from pipeline.checkpoint.layouts.scales import PRESCALE, WEIGHT_SCALES, scale_mapping
+from pipeline.checkpoint.layouts.scales import CHANNEL_SCALES, PRESCALE, WEIGHT_SCALES, find_format, scale_mapping
 from pipeline.checkpoint.safetensors_file import write_safetensors
 from pipeline.checkpoint.shards import METADATA, plan_shards, write_index
 from pipeline.checkpoint.tensors import RawTensor, TensorInfo, TensorSource
@@ -31,8 +31,8 @@ if TYPE_CHECKING:
 def hf_layer_state(source: TensorSource, architecture: Architecture, layer: int) -> dict[str, torch.Tensor]:
     """Decoder layer `layer` under HF's on-disk names relative to it ("self_attn.q_proj.weight", …).
 
-    Weights share memory with the checkpoint's mapping (do not write to them); those in INT4 and in FP8 blocks are
-    dequantized to float32.
+    Weights share memory with the checkpoint's mapping (do not write to them); quantized ones are dequantized to
+    float32.
     Raises CheckpointError for a tensor that the checkpoint lacks or holds in another shape.
     """
     prefix = f"model.layers.{layer}."
@@ -118,18 +118,37 @@ def _read_state(source: TensorSource, mappings: Sequence[Mapping]) -> dict[str, 
 
 def _read_weight(source: TensorSource, mapping: Mapping) -> torch.Tensor:
     base = mapping.target.removesuffix(".weight")
-    scales = f"{base}.{WEIGHT_SCALES}"
-    weight = read_weight(source, mapping.target)
-    if source.tensors[mapping.target].dtype == "I8" and scales in source.tensors:
-        from pipeline.quantization.int4 import dequantize
-
-        weight = dequantize(weight, source.read(scales).to_torch())
-        prequant = f"{base}.{PRESCALE}"
-        if prequant in source.tensors:
-            weight *= source.read(prequant).to_torch().float()
+    stored = find_format(source.tensors, base)
+    weight = _DEQUANTIZE[stored](source, base) if stored in _DEQUANTIZE else read_weight(source, mapping.target)
     if tuple(weight.shape) != mapping.target_shape:
         raise _misshapen(mapping, source.tensors[mapping.target])
     return weight
+
+
+def _dequantize_int4(source: TensorSource, base: str) -> torch.Tensor:
+    from pipeline.quantization.int4 import dequantize
+
+    packed, scales = (source.read(f"{base}.{kind}").to_torch() for kind in ("weight", WEIGHT_SCALES))
+    return _prescaled(source, base, dequantize(packed, scales))
+
+
+def _dequantize_rows(source: TensorSource, base: str, scales: str) -> torch.Tensor:
+    """8-bit numbers [out, in] with a scale for each row, or one for all."""
+    return source.read(f"{base}.weight").to_torch().float() * source.read(f"{base}.{scales}").to_torch()[:, None]
+
+
+def _prescaled(source: TensorSource, base: str, weight: torch.Tensor) -> torch.Tensor:
+    name = f"{base}.{PRESCALE}"
+    return weight.mul_(source.read(name).to_torch().float()) if name in source.tensors else weight
+
+
+# How a linear of each format becomes float32 [out, in]; FP8 blocks are block_scales' business.
+_DEQUANTIZE: dict[str | None, Callable[[TensorSource, str], torch.Tensor]] = {
+    "int4": _dequantize_int4,
+    "fp8": lambda source, base: _dequantize_rows(source, base, WEIGHT_SCALES),
+    "int8": lambda source, base: _dequantize_rows(source, base, CHANNEL_SCALES),
+    "int8_sq": lambda source, base: _prescaled(source, base, _dequantize_rows(source, base, WEIGHT_SCALES)),
+}
 
 
 def _is_there(source: TensorSource, mapping: Mapping) -> bool:

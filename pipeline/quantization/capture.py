@@ -29,9 +29,10 @@ EXPERTS = "mlp.experts"
 
 @dataclass(frozen=True, slots=True)
 class Inputs:
-    """`mean_abs` float32 [I] over all `tokens`; `rows` float32 [at most ROWS, I] of them."""
+    """`mean_abs` and `max_abs` float32 [I] over all `tokens`; `rows` float32 [at most ROWS, I] of them."""
 
     mean_abs: Tensor
+    max_abs: Tensor
     rows: Tensor
     tokens: int
 
@@ -51,14 +52,17 @@ class Sampler:
         self.priorities, self.limit = priorities, limit
         self.tokens = 0
         self._sums: Tensor | None = None
+        self._peaks: Tensor | None = None
         self._rows: list[Tensor] = []
         self._kept = torch.empty(0, dtype=torch.int64)
 
     def add(self, x: Tensor, positions: Tensor) -> None:
         """`x` [n, I] at token positions [n] (0 ≤ position < T)."""
         self.tokens += x.shape[0]
-        sums = x.abs().sum(0, dtype=torch.float64)
+        magnitudes = x.abs()
+        sums, peaks = magnitudes.sum(0, dtype=torch.float64), magnitudes.amax(0).float()
         self._sums = sums if self._sums is None else self._sums + sums
+        self._peaks = peaks if self._peaks is None else torch.maximum(self._peaks, peaks)
         priorities = self.priorities[positions]
         if self._kept.numel() >= self.limit:
             better = priorities < self._kept[-1]
@@ -69,10 +73,12 @@ class Sampler:
         self._rows = [rows[order]]
 
     def finish(self) -> Inputs:
-        """The mean is rounded to bfloat16's 8 bits: enough for a scale, and the same on every number of threads."""
-        if self._sums is None:
-            return Inputs(torch.empty(0), torch.empty(0, 0), 0)
-        return Inputs((self._sums / self.tokens).bfloat16().float(), self._rows[0], self.tokens)
+        """Mean and maximum are rounded to bfloat16's 8 bits: enough for a scale, and the same on every number of
+        threads."""
+        if self._sums is None or self._peaks is None:
+            return Inputs(torch.empty(0), torch.empty(0), torch.empty(0, 0), 0)
+        mean, peaks = (self._sums / self.tokens).bfloat16().float(), self._peaks.bfloat16().float()
+        return Inputs(mean, peaks, self._rows[0], self.tokens)
 
 
 def draw_priorities(tokens: int, seed: int) -> Tensor:

@@ -6,13 +6,22 @@ from collections.abc import Callable
 from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
-from pipeline.checkpoint.layouts.scales import WEIGHT_SCALES
+import torch
+
+from pipeline.checkpoint.layouts.scales import (
+    ACTIVATION_SCALES,
+    BLOCK_SCALES,
+    CHANNEL_SCALES,
+    FP8,
+    INT8,
+    WEIGHT_SCALES,
+    count_blocks,
+)
 from pipeline.checkpoint.tensors import RawTensor, TensorInfo
-from pipeline.quantization import int4
+from pipeline.errors import QuantizationError
+from pipeline.quantization import fp8, int4, int8
 
 if TYPE_CHECKING:
-    import torch
-
     from pipeline.quantization.problem import Treatment
     from pipeline.quantization.rules import Linear
 
@@ -49,4 +58,70 @@ def _pack_int4(linear: Linear, weight: int4.Rows, treatment: Treatment, scale_dt
     return [RawTensor.from_torch(packed), RawTensor.from_torch(scales)]
 
 
-FORMATS: dict[str, Format] = {"int4": Format(describe=_describe_int4, pack=_pack_int4)}
+def _describe_fp8(linear: Linear) -> list[TensorInfo]:
+    return [
+        TensorInfo(f"{linear.name}.weight", FP8, linear.shape),
+        TensorInfo(f"{linear.name}.{WEIGHT_SCALES}", "F32", (1,)),
+        TensorInfo(f"{linear.name}.{ACTIVATION_SCALES}", "F32", (1,)),
+    ]
+
+
+def _pack_fp8(linear: Linear, weight: int4.Rows, treatment: Treatment, scale_dtype: torch.dtype) -> list[RawTensor]:
+    q, scale = fp8.quantize(weight, name=f"{linear.name}.weight")
+    return [RawTensor.from_torch(t) for t in (q, scale, _step(linear, treatment, fp8.input_step))]
+
+
+def _describe_fp8_blocks(linear: Linear) -> list[TensorInfo]:
+    return [
+        TensorInfo(f"{linear.name}.weight", FP8, linear.shape),
+        TensorInfo(f"{linear.name}.{BLOCK_SCALES}", "F32", count_blocks(linear.shape)),
+    ]
+
+
+def _pack_fp8_blocks(
+    linear: Linear, weight: int4.Rows, treatment: Treatment, scale_dtype: torch.dtype
+) -> list[RawTensor]:
+    return [RawTensor.from_torch(t) for t in fp8.quantize_blocks(weight, name=f"{linear.name}.weight")]
+
+
+def _describe_int8(linear: Linear) -> list[TensorInfo]:
+    return [
+        TensorInfo(f"{linear.name}.weight", INT8, linear.shape),
+        TensorInfo(f"{linear.name}.{CHANNEL_SCALES}", "F32", linear.shape[:1]),
+    ]
+
+
+def _pack_int8(linear: Linear, weight: int4.Rows, treatment: Treatment, scale_dtype: torch.dtype) -> list[RawTensor]:
+    return [RawTensor.from_torch(t) for t in int8.quantize(weight, name=f"{linear.name}.weight")]
+
+
+def _describe_int8_sq(linear: Linear) -> list[TensorInfo]:
+    return [
+        TensorInfo(f"{linear.name}.weight", INT8, linear.shape),
+        TensorInfo(f"{linear.name}.{WEIGHT_SCALES}", "F32", linear.shape[:1]),
+        TensorInfo(f"{linear.name}.{ACTIVATION_SCALES}", "F32", (1,)),
+    ]
+
+
+def _pack_int8_sq(linear: Linear, weight: int4.Rows, treatment: Treatment, scale_dtype: torch.dtype) -> list[RawTensor]:
+    q, scales = int8.quantize(weight, name=f"{linear.name}.weight")
+    return [RawTensor.from_torch(t) for t in (q, scales, _step(linear, treatment, int8.input_step))]
+
+
+def _step(linear: Linear, treatment: Treatment, step: Callable[[float], float]) -> torch.Tensor:
+    """float32 [1]."""
+    if treatment.input_amax is None:
+        raise QuantizationError(
+            f"{linear.name}: no calibration token reached it, so its input has no range",
+            hint="add text or samples to stages.quantize.calibration, or give it a method without static inputs",
+        )
+    return torch.tensor([step(treatment.input_amax)], dtype=torch.float32)
+
+
+FORMATS: dict[str, Format] = {
+    "int4": Format(describe=_describe_int4, pack=_pack_int4),
+    "fp8": Format(describe=_describe_fp8, pack=_pack_fp8),
+    "fp8_blocks": Format(describe=_describe_fp8_blocks, pack=_pack_fp8_blocks),
+    "int8": Format(describe=_describe_int8, pack=_pack_int8),
+    "int8_sq": Format(describe=_describe_int8_sq, pack=_pack_int8_sq),
+}

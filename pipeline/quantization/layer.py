@@ -2,9 +2,9 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from functools import partial
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, cast
 
 import torch
 
@@ -15,7 +15,7 @@ from pipeline.quantization.folding import Adjustments, realise
 from pipeline.quantization.methods import CHOOSERS
 from pipeline.quantization.problem import PLAIN, Choice, Problem, Treatment
 from pipeline.quantization.scale_groups import scale_groups
-from pipeline.quantization.selection import METHODS
+from pipeline.quantization.selection import FORMATS, METHODS
 
 if TYPE_CHECKING:
     from collections.abc import Collection, Mapping, Sequence
@@ -87,7 +87,8 @@ def plan_layer(
             name=group.name,
             linears=tuple(linears[name] for name in group.linears),
             read=partial(_read_weight, source),
-            mean_abs=_mean_abs(group, looks, inputs),
+            mean_abs=_statistic("mean_abs", group, looks, inputs),
+            max_abs=_statistic("max_abs", group, looks, inputs),
             inputs=inputs,
             realise=partial(realise, fold=group.fold, source=source, dtype=dtype),
             scale_dtype=dtype,
@@ -95,7 +96,26 @@ def plan_layer(
         )
         _take(plan, group, CHOOSERS[method](problem), linears, source)
         progress.advance(1)
+    _share_input_ranges(plan, linears)
     return plan
+
+
+def _share_input_ranges(plan: LayerPlan, linears: Mapping[str, Linear]) -> None:
+    """One static range for the input of a projection of all experts of a layer, the largest of theirs: they become one
+    stack, whose product quantizes its input once."""
+    shared: dict[str, float] = {}
+    experts = {
+        name: name.rpartition(".")[2]
+        for name, linear in linears.items()
+        if linear.expert is not None and FORMATS[linear.format].static_inputs
+    }
+    for name, projection in experts.items():
+        amax = plan.treatments.get(name, PLAIN).input_amax
+        if amax is not None:
+            shared[projection] = max(amax, shared.get(projection, 0.0))
+    for name, projection in experts.items():
+        if projection in shared:
+            plan.treatments[name] = replace(plan.treatments.get(name, PLAIN), input_amax=shared[projection])
 
 
 def _take(
@@ -175,15 +195,16 @@ def _gate(projection: str, inputs: Inputs, source: TensorSource) -> Inputs:
     x = inputs.rows
     hidden = torch.nn.functional.silu(x @ _read_weight(source, f"{expert}.fc").T)
     hidden *= x @ _read_weight(source, f"{expert}.gate").T
-    return Inputs(hidden.abs().mean(0).bfloat16().float(), hidden, inputs.tokens)
+    mean, peaks = (found.bfloat16().float() for found in (hidden.abs().mean(0), hidden.abs().amax(0)))
+    return Inputs(mean, peaks, hidden, inputs.tokens)
 
 
-def _mean_abs(group: ScaleGroup, captured: Captured | None, inputs: Mapping[str, Inputs]) -> Tensor | None:
+def _statistic(which: str, group: ScaleGroup, captured: Captured | None, inputs: Mapping[str, Inputs]) -> Tensor | None:
     if captured is None or not inputs:
         return None
     if group.expert is None:  # all tokens of the layer, whoever reads them
-        return captured.inputs[group.seen_at].mean_abs
-    return next(iter(inputs.values())).mean_abs
+        return cast("Tensor", getattr(captured.inputs[group.seen_at], which))
+    return cast("Tensor", getattr(next(iter(inputs.values())), which))
 
 
 def _read_weight(source: TensorSource, name: str) -> Tensor:

@@ -7,7 +7,14 @@ from __future__ import annotations
 
 from collections.abc import Callable
 
-from pipeline.quantization import awq, rtn
+from pipeline.quantization import awq, fp8, rtn, smoothquant
 from pipeline.quantization.problem import Choice, Problem
 
-CHOOSERS: dict[str, Callable[[Problem], Choice]] = {"awq": awq.choose, "rtn": rtn.choose}
+CHOOSERS: dict[str, Callable[[Problem], Choice]] = {
+    "awq": awq.choose,
+    "rtn": rtn.choose,
+    "fp8": fp8.choose,
+    "fp8_blocks": rtn.choose,
+    "int8": rtn.choose,
+    "smoothquant": smoothquant.choose,
+}

@@ -23,8 +23,8 @@ class Problem:
     """The linears of one scale group.
 
     `read(name)` gives a weight [O, I] as float32; one at a time, since a routed layer has hundreds.
-    `mean_abs` float32 [I] of the shared input (None: the method measures nothing). `inputs` holds, for each linear that
-    calibration reached, the rows that *it* was fed (an expert's own ones).
+    `mean_abs` and `max_abs` float32 [I] of the shared input (None: the method measures nothing). `inputs` holds, for
+    each linear that calibration reached, the rows that *it* was fed (an expert's own ones).
     `realise(s)` is the scale that the checkpoint can really hold for a wanted s [I] (rounded by the norm or the vector
     that carries it), or None where it would overflow.
     """
@@ -33,6 +33,7 @@ class Problem:
     linears: tuple[Linear, ...]
     read: Callable[[str], Tensor]
     mean_abs: Tensor | None
+    max_abs: Tensor | None
     inputs: Mapping[str, Inputs]
     realise: Callable[[Tensor], Tensor | None]
     scale_dtype: torch.dtype

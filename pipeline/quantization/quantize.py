@@ -19,7 +19,7 @@ import torch
 from pipeline.checkpoint.engine_config import read_own_key, write_quantized
 from pipeline.checkpoint.layouts import layout_for
 from pipeline.checkpoint.layouts.rows import MTP_PREFIX
-from pipeline.checkpoint.layouts.scales import FP8, PRESCALE
+from pipeline.checkpoint.layouts.scales import BLOCK_SCALES, PRESCALE
 from pipeline.checkpoint.shards import Shard, write_index
 from pipeline.checkpoint.tensors import TensorInfo
 from pipeline.errors import CompatibilityError
@@ -239,7 +239,7 @@ class _Run:
                 for name, linear in self.selection.linears.items()
             },
         }
-        has_fp8 = any(info.dtype == FP8 for info in infos)
+        has_fp8 = any(info.name.endswith(BLOCK_SCALES) for info in infos)
         return write_quantized(self.source, self.workspace.path, quantization, has_fp8=has_fp8)
 
 

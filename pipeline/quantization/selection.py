@@ -6,7 +6,6 @@ milliseconds.
 
 from __future__ import annotations
 
-import math
 import re
 from collections import Counter
 from collections.abc import Callable, Iterable, Sequence
@@ -14,6 +13,8 @@ from dataclasses import dataclass
 from fnmatch import translate
 from functools import cache
 from typing import TYPE_CHECKING, Literal, get_args
+
+from pipeline.checkpoint.layouts.scales import BLOCK
 
 if TYPE_CHECKING:
     from pipeline.checkpoint.layouts import Kind
@@ -30,19 +31,34 @@ FLOAT32 = 4
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class FormatRow:
-    """How a linear's weight is stored: `bits` a weight, and one scale per group of inputs where it is `grouped`.
+    """How a linear's weight is stored: `bits` a weight, and a scale for each of what `per` says: a "group" of inputs,
+    an output "channel", a "block" of BLOCK x BLOCK, or the whole "tensor".
 
-    `quant_algo`: TensorRT-LLM's name.
+    `static_inputs`: its input is quantized too, in steps that calibration found. `quant_algo`: TensorRT-LLM's name.
     """
 
     quant_algo: str
     bits: int
-    grouped: bool
+    per: Literal["group", "channel", "block", "tensor"]
+    static_inputs: bool = False
+
+    @property
+    def grouped(self) -> bool:
+        return self.per == "group"
 
     def nbytes(self, shape: Sequence[int], group: int | None, scale_bytes: int = FLOAT32) -> int:
-        """Bytes of a weight [out, in] and its scales, each scale of `scale_bytes`."""
-        elements = math.prod(shape)
-        return elements * self.bits // 8 + (elements // group * scale_bytes if group else 0)
+        """Bytes of a weight [out, in] and its scales; those of groups, of which there are many, of `scale_bytes`."""
+        rows, columns = shape
+        blocks = -(-rows // BLOCK) * -(-columns // BLOCK)
+        scales = {"group": 0, "channel": rows, "block": blocks, "tensor": 1}[self.per] + self.static_inputs
+        grouped = rows * columns // group * scale_bytes if group else 0
+        return rows * columns * self.bits // 8 + scales * FLOAT32 + grouped
+
+    def engine_nbytes(self, shape: Sequence[int], group: int | None, scale_bytes: int) -> int:
+        """The same in an engine, where blocks are whole."""
+        if self.per == "block":
+            shape = [-(-size // BLOCK) * BLOCK for size in shape]
+        return self.nbytes(shape, group, scale_bytes)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -54,10 +70,20 @@ class MethodRow:
     measures: bool
 
 
-FORMATS = {"int4": FormatRow(quant_algo="W4A16_AWQ", bits=4, grouped=True)}
+FORMATS = {
+    "int4": FormatRow(quant_algo="W4A16_AWQ", bits=4, per="group"),
+    "fp8": FormatRow(quant_algo="FP8", bits=8, per="tensor", static_inputs=True),
+    "fp8_blocks": FormatRow(quant_algo="FP8_BLOCK_SCALES", bits=8, per="block"),
+    "int8": FormatRow(quant_algo="W8A16", bits=8, per="channel"),
+    "int8_sq": FormatRow(quant_algo="W8A8_SQ_PER_CHANNEL", bits=8, per="channel", static_inputs=True),
+}
 METHODS = {
     "awq": MethodRow(format="int4", measures=True),
     "rtn": MethodRow(format="int4", measures=False),
+    "fp8": MethodRow(format="fp8", measures=True),
+    "fp8_blocks": MethodRow(format="fp8_blocks", measures=False),
+    "int8": MethodRow(format="int8", measures=False),
+    "smoothquant": MethodRow(format="int8_sq", measures=True),
 }
 NONE = "none"  # the method that leaves a linear as it is
 MIXED = "MIXED_PRECISION"  # TensorRT-LLM's name for more than one of them

@@ -1,7 +1,8 @@
 """One shard of a quantized checkpoint: declared whole, then streamed tensor by tensor.
 
-What is stored in FP8 blocks is packed straight from them; a decoder's weight that is not quantized becomes one of the
-model's type, so that the engine needs no FP8. Layers that are no part of the network stay as they are.
+What is stored in FP8 blocks is packed straight from them, or passed on; a decoder's weight that is not quantized
+becomes one of the model's type, so that the engine needs no FP8. Layers that are no part of the network stay as they
+are.
 """
 
 from __future__ import annotations
@@ -12,10 +13,11 @@ import torch
 
 from pipeline.checkpoint.block_scales import open_rows, read_weight
 from pipeline.checkpoint.layouts.rows import MTP_PREFIX
-from pipeline.checkpoint.layouts.scales import BLOCK_SCALES, FP8
+from pipeline.checkpoint.layouts.scales import BLOCK_SCALES, FP8, target_scale
 from pipeline.checkpoint.safetensors_file import write_safetensors
 from pipeline.checkpoint.shards import METADATA
 from pipeline.checkpoint.tensors import SAFETENSORS_DTYPE, RawTensor, TensorInfo
+from pipeline.progress import SILENT
 from pipeline.quantization.folding import describe_vector
 from pipeline.quantization.formats import FORMATS
 from pipeline.quantization.problem import PLAIN
@@ -26,6 +28,7 @@ if TYPE_CHECKING:
 
     from pipeline.checkpoint.folder import CheckpointFolder
     from pipeline.progress import Progress
+    from pipeline.quantization.folding import Adjustments
     from pipeline.quantization.int4 import Rows
     from pipeline.quantization.layer import LayerPlan
     from pipeline.quantization.rules import Linear
@@ -44,6 +47,15 @@ def write_shard(
     infos = [info for name in kept for info in _describe(source.tensors[name], linears, plan)]
     write_safetensors(path, infos, _make(kept, source, linears, plan, progress), metadata=METADATA)
     return infos
+
+
+def make_tensors(
+    names: Sequence[str], source: CheckpointFolder, linears: Mapping[str, Linear], plan: LayerPlan
+) -> Iterator[tuple[TensorInfo, RawTensor]]:
+    """What `write_shard` would write of these tensors."""
+    kept = [name for name in names if not _is_scale_of_widened(name)]
+    infos = [info for name in kept for info in _describe(source.tensors[name], linears, plan)]
+    return zip(infos, _make(kept, source, linears, plan, SILENT), strict=True)
 
 
 def _describe(info: TensorInfo, linears: Mapping[str, Linear], plan: LayerPlan) -> list[TensorInfo]:
@@ -71,6 +83,9 @@ def _make(
             yield adjustments.round(name, read_weight(source, name))
         elif linear is None:
             yield adjustments.apply_16bit(name, source.read(name))
+        elif _is_passed_on(linear, source, adjustments):
+            yield source.read(name)
+            yield source.read(target_scale(name))
         else:
             weight: Rows
             if source.tensors[name].dtype == FP8 and not adjustments.touches(name):
@@ -83,6 +98,12 @@ def _make(
                 yield RawTensor.from_torch(adjustments.vectors[linear.name])
         source.release(name)
         progress.advance(source.tensors[name].nbytes)
+
+
+def _is_passed_on(linear: Linear, source: CheckpointFolder, adjustments: Adjustments) -> bool:
+    """Whether a linear is in FP8 blocks and is to be: rounded anew, it would only lose."""
+    name = f"{linear.name}.weight"
+    return linear.format == "fp8_blocks" and source.tensors[name].dtype == FP8 and not adjustments.touches(name)
 
 
 def _is_widened(info: TensorInfo) -> bool:

@@ -27,12 +27,13 @@ def make_problem(
         Linear(name=name, role="mlp", layer=0, expert=None, shape=tuple(w.shape), method="awq", group=group)
         for name, w in weights.items()
     )
-    inputs = Inputs(rows.abs().mean(0), rows, rows.shape[0])
+    inputs = Inputs(rows.abs().mean(0), rows.abs().amax(0), rows, rows.shape[0])
     return Problem(
         name="x",
         linears=linears,
         read=weights.__getitem__,
         mean_abs=inputs.mean_abs,
+        max_abs=inputs.max_abs,
         inputs=dict.fromkeys(weights, inputs),
         realise=realise,
         scale_dtype=torch.float32,

@@ -361,8 +361,8 @@ def test_sources_and_methods_that_are_refused(tmp_path: Path, llama_path: Path, 
         run(quantized, tmp_path / "again", Settings(method="rtn"))
     with pytest.raises(CheckpointError, match="not an engine checkpoint"):
         run(CheckpointFolder.open(llama_path), tmp_path / "hub", Settings(method="rtn"))
-    with pytest.raises(CompatibilityError, match="fp8 is not available"):
-        run(source, tmp_path / "fp8", Settings(method="fp8"))
+    with pytest.raises(CompatibilityError, match="nvfp4 is not available"):
+        run(source, tmp_path / "nvfp4", Settings(method="nvfp4"))
     with pytest.raises(CompatibilityError, match="guess is no policy"):
         run(source, tmp_path / "guess", Settings(unrouted_experts="guess"))
 
