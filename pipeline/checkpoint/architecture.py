@@ -86,6 +86,23 @@ class Architecture:
         return e is not None and layer >= e.first_dense_layers and layer % e.layer_freq == 0
 
     @property
+    def context_limit(self) -> int:
+        """The longest sequence that the model and a static RoPE table can hold.
+
+        `max_position_embeddings` is the scaled limit already: DeepSeek-Coder states 16384 for 4096 x 4 (linear),
+        DeepSeek-V2 163840 for 4096 x 40 (yarn), Llama 3.1 131072. Models of Qwen's kind state the unscaled one beside
+        a yarn block, so yarn takes the larger. With `dynamic` it is the unscaled limit, up to which frequencies are
+        constant.
+        """
+        stated = self.max_position_embeddings
+        original = int(self.rope.get("original_max_position_embeddings", 0))
+        if self.rope.kind == "yarn":
+            return max(stated, int(original * self.rope.get("factor", 1.0)))
+        if self.rope.kind == "dynamic" and original:
+            return min(stated, original)
+        return stated
+
+    @property
     def cache_widths(self) -> tuple[tuple[int, int], ...]:
         """The KV pools of one layer as (heads, width) each: K and V, or the one latent."""
         if self.latent is not None:

@@ -90,21 +90,8 @@ class Case:
 
     @cached_property
     def context_limit(self) -> int:
-        """The longest sequence that the model and a static RoPE table can hold.
-
-        `max_position_embeddings` is the scaled limit already: DeepSeek-Coder states 16384 for 4096 x 4 (linear),
-        DeepSeek-V2 163840 for 4096 x 40 (yarn), Llama 3.1 131072. Models of Qwen's kind state the unscaled one beside
-        a yarn block, so yarn takes the larger. With `dynamic` it is the unscaled limit, up to which frequencies are
-        constant.
-        """
-        stated = self.architecture.max_position_embeddings
-        rope = self.architecture.rope
-        original = int(rope.get("original_max_position_embeddings", 0))
-        if rope.kind == "yarn":
-            return max(stated, int(original * rope.get("factor", 1.0)))
-        if rope.kind == "dynamic" and original:
-            return min(stated, original)
-        return stated
+        """The longest sequence that the model and a static RoPE table can hold."""
+        return self.architecture.context_limit
 
     @cached_property
     def kinds(self) -> tuple[Kind, ...]:

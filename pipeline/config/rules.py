@@ -11,6 +11,7 @@ from pipeline.errors import CompatibilityError
 from pipeline.quantization.selection import FORMATS, METHODS, Decision
 
 FIRST_AMPERE = 80
+FP8_FORMATS = ("fp8", "fp8_blocks")
 
 
 @dataclass(frozen=True, slots=True)
@@ -35,7 +36,8 @@ def _find_fp8(case: Case) -> str | None:
     if case.gpu.has("fp8"):
         return None
     stored = case.kept_fp8
-    what = "method fp8" if case.quantize.method == "fp8" else f"the FP8 tensor {stored}" if stored else None
+    method = next((name for name in case.quantize.rules.methods if METHODS[name].format in FP8_FORMATS), None)
+    what = f"method {method}" if method else f"the FP8 tensor {stored}" if stored else None
     return f"{what} needs FP8 tensor cores, SM89 or later; the {case.gpu.name} is SM{case.gpu.sm}" if what else None
 
 
@@ -135,6 +137,19 @@ def _find_cut_group(case: Case) -> str | None:
     return None
 
 
+def _find_split_experts(case: Case) -> str | None:
+    """Which the network would refuse, after all the work."""
+    rules = case.quantize.rules
+    for kind in case.kinds:
+        other = rules.find_split(kind)
+        if other is not None:
+            return (
+                f"{other} would be in another format than other experts of its layer; their weights are one stack, "
+                "which has one"
+            )
+    return None
+
+
 def _find_long_sequences(case: Case) -> str | None:
     limit, wanted, rope = case.context_limit, case.build.max_seq_len, case.architecture.rope
     if wanted <= limit:
@@ -148,8 +163,12 @@ def _find_long_sequences(case: Case) -> str | None:
 
 
 def _find_long_text(case: Case) -> str | None:
-    q, heldout = case.quantize, case.config.stages.verify.heldout
-    pieces = {"calibration.length": q.calibration.length if q.measures else 0, "heldout.window": heldout.window}
+    q, verify = case.quantize, case.config.stages.verify
+    pieces = {
+        "calibration.length": q.calibration.length if q.measures else 0,
+        "verify.heldout.window": verify.heldout.window,
+        "verify.context.lengths": max(verify.context.lengths, default=0),
+    }
     return next(
         (
             f"{key} {n} is more than the model's context of {case.context_limit}"
@@ -195,8 +214,8 @@ RULES: tuple[Rule, ...] = (
         "fp8_needs_sm89",
         "target.gpu",
         _find_fp8,
-        "take a GPU of SM89 or later, or INT4 (method: awq or rtn), or set stages.convert.dtype: bfloat16, which "
-        "multiplies a checkpoint's FP8 out",
+        "take a GPU of SM89 or later, or INT4 (method: awq or rtn) or INT8 (int8 or smoothquant), or set "
+        "stages.convert.dtype: bfloat16, which multiplies a checkpoint's FP8 out",
     ),
     Rule(
         "turing_has_less",
@@ -245,6 +264,12 @@ RULES: tuple[Rule, ...] = (
         "target.parallel.tensor",
         _find_cut_group,
         "take a smaller group_size or tensor parallel size",
+    ),
+    Rule(
+        "experts_share_a_format",
+        "stages.quantize",
+        _find_split_experts,
+        "name all experts of a layer, as in *.layers.3.mlp.experts.*",
     ),
     Rule("context_of_model", "stages.build.max_seq_len", _find_long_sequences, "lower max_seq_len"),
     Rule("text_within_context", "stages", _find_long_text, "shorten the pieces"),

@@ -14,18 +14,16 @@ from pydantic import AfterValidator, Field, PrivateAttr, model_validator
 from pydantic_core import PydanticCustomError
 
 from pipeline.config.gpus import GPU, find_gpu, load_gpus
+from pipeline.config.proof import Context, Continuations, Gates, HeldOut, Verify
 from pipeline.config.settings import (
     Build,
     Calibration,
     Convert,
-    Gates,
     GenerationProfile,
-    HeldOut,
     Package,
     Positive,
     Quantize,
     Section,
-    Verify,
 )
 from pipeline.errors import ConfigError
 
@@ -33,6 +31,8 @@ __all__ = [
     "Build",
     "Calibration",
     "Config",
+    "Context",
+    "Continuations",
     "Convert",
     "Gates",
     "GenerationProfile",

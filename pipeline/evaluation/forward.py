@@ -10,9 +10,12 @@ from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING
 
+from pipeline.evaluation.activations import Activations
 from pipeline.network import inputs
 
 if TYPE_CHECKING:
+    from pathlib import Path
+
     import torch
 
     from pipeline.checkpoint.architecture import Architecture
@@ -70,13 +73,32 @@ def run_network(
     num_blocks: int,
     mode: Mode,
     segments: Sequence[tuple[int, int]],
+    folder: Path | None = None,
 ) -> Iterator[Event]:
-    """Yields, segment by segment and step by step, every layer's output and at last the logits."""
+    """Yields, segment by segment and step by step, every layer's output and at last the logits. Between two segments,
+    many tokens' hidden states wait in a file in `folder` (None: where temporary files go)."""
+    rows = [len(step.inputs[inputs.SLOT_IDS.name]) for step in steps]
+    activations = Activations(rows, architecture.hidden_size, folder=folder)
+    try:
+        yield from _run(source, architecture, spec, steps, num_blocks, mode, segments, activations)
+    finally:
+        activations.close()
+
+
+def _run(
+    source: TensorSource,
+    architecture: Architecture,
+    spec: NetworkSpec,
+    steps: Sequence[Step],
+    num_blocks: int,
+    mode: Mode,
+    segments: Sequence[tuple[int, int]],
+    activations: Activations,
+) -> Iterator[Event]:
     import torch
 
     from pipeline.interpreter.interpreter import Interpreter
 
-    hidden: list[torch.Tensor | None] = [None] * len(steps)
     for first, last in segments:
         program = read_program(source, architecture, spec, (first, last))
         interpreter = Interpreter(program, mode=mode, resident_bytes=RESIDENT_BYTES)
@@ -89,7 +111,8 @@ def run_network(
         result = inputs.result(architecture, slice_spec).name
         taps = [inputs.layer_output(layer) for layer in range(first, last)]
         for i, step in enumerate(steps):
-            feeds = _feed(step.inputs, hidden[i], wanted) | pools
+            hidden = None if first == 0 else activations.get(i)
+            feeds = _feed(step.inputs, hidden, wanted) | pools
             with torch.inference_mode():
                 outputs = interpreter.run(feeds, taps=taps)
             for layer in range(first, last):
@@ -97,7 +120,7 @@ def run_network(
             if last == architecture.num_layers:
                 yield Event(step=i, layer=None, rows=outputs[result])
             else:
-                hidden[i] = outputs[result]
+                activations.put(i, outputs[result])
 
 
 def _held(dtype: str, mode: Mode) -> str:

@@ -14,10 +14,11 @@ Relation = Literal["<=", ">="]
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Gate:
-    """One comparison. `bound` None means that the user turned the gate off: measured, and reported as skipped."""
+    """One comparison. `bound` None means that the user turned the gate off: it is reported as skipped. `value` None:
+    the config asks for nothing that would measure it."""
 
     name: str
-    value: float
+    value: float | None
     bound: float | None
     relation: Relation
     meaning: str  # what the value is, with its unit
@@ -28,14 +29,15 @@ class Gate:
         """None when skipped. A value that is not finite never passes."""
         if self.bound is None:
             return None
-        if not math.isfinite(self.value):
+        if self.value is None or not math.isfinite(self.value):
             return False
         return self.value <= self.bound if self.relation == "<=" else self.value >= self.bound
 
     def describe(self) -> str:
         verdict = {True: "pass", False: "FAIL", None: "skip"}[self.passed]
         limit = "off" if self.bound is None else f"{self.relation} {self.bound:.3g}"
-        return f"{verdict}  {self.name:<18} {self.value:<10.4g} {limit:<12} {self.meaning}"
+        value = "-" if self.value is None else f"{self.value:.4g}"
+        return f"{verdict}  {self.name:<20} {value:<10} {limit:<12} {self.meaning}"
 
     def to_json(self) -> dict[str, object]:
         return {
@@ -58,10 +60,14 @@ def enforce(gates: Sequence[Gate], report: str) -> None:
     for gate in failed:
         blame = f"; {gate.blame}" if gate.blame else ""
         lines.append(
-            f"  {gate.name}: {gate.value:.4g}, must be {gate.relation} {gate.bound:.3g} ({gate.meaning}){blame}"
+            f"  {gate.name}: {_spell(gate.value)}, must be {gate.relation} {gate.bound:.3g} ({gate.meaning}){blame}"
         )
     raise GateError(
         "\n".join(lines),
         hint="quality gates: quantize fewer linears (stages.quantize.exclude), a smaller group_size or more "
         "calibration text; proof gates: a fault in the checkpoint or in trtseek, never loosen those to ship",
     )
+
+
+def _spell(value: float | None) -> str:
+    return "not measured" if value is None else f"{value:.4g}"

@@ -44,24 +44,37 @@ class Piece:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
+class NextTokens:
+    """Of N positions, int64 [N] each: the packed row, the token that follows, the sequence, the place within it."""
+
+    rows: torch.Tensor
+    targets: torch.Tensor
+    owners: torch.Tensor
+    places: torch.Tensor
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
 class Step:
     """One step: its pieces, and the network's inputs as int32 tensors."""
 
     pieces: tuple[Piece, ...]
     inputs: dict[str, torch.Tensor]
 
-    def next_tokens(self, sequences: Sequence[TokenSequence]) -> tuple[torch.Tensor, torch.Tensor]:
-        """(targets [N], rows [N]) of the positions whose next token the sequence holds."""
+    def next_tokens(self, sequences: Sequence[TokenSequence]) -> NextTokens:
+        """The positions whose next token the sequence holds."""
         import torch
 
-        targets: list[int] = []
         rows: list[int] = []
+        columns: list[tuple[int, int, int]] = []
         for piece in self.pieces:
             tokens = sequences[piece.sequence].tokens
             known = min(piece.end, len(tokens) - 1) - piece.start
-            targets += tokens[piece.start + 1 : piece.start + 1 + known]
-            rows += piece.rows[:known].tolist()
-        return torch.tensor(targets, dtype=torch.int64), torch.tensor(rows, dtype=torch.int64)
+            rows += piece.rows[: max(known, 0)].tolist()
+            columns += [
+                (tokens[place + 1], piece.sequence, place) for place in range(piece.start, piece.start + max(known, 0))
+            ]
+        targets, owners, places = torch.tensor(columns, dtype=torch.int64).reshape(-1, 3).T.contiguous()
+        return NextTokens(rows=torch.tensor(rows, dtype=torch.int64), targets=targets, owners=owners, places=places)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -93,16 +106,22 @@ def schedule_prompts(
     return Schedule(sequences=tuple(sequences), steps=tuple(steps), num_blocks=num_blocks)
 
 
-def schedule_windows(sequences: Sequence[TokenSequence], *, batch: int, block_size: int, seed: int = 0) -> Schedule:
-    """`batch` whole sequences a step. Blocks are used again step after step: all that is read was just written."""
+def schedule_windows(
+    sequences: Sequence[TokenSequence], *, batch: int, block_size: int, chunk: int | None = None, seed: int = 0
+) -> Schedule:
+    """`batch` whole sequences at once, each in steps of at most `chunk` tokens (None: in one). Blocks are used again
+    group after group: all that is read was just written."""
     groups = [list(range(i, min(i + batch, len(sequences)))) for i in range(0, len(sequences), batch)]
     longest = max(len(s.tokens) for s in sequences)
+    size = chunk or longest
     slots, num_blocks = _scramble([longest] * min(batch, len(sequences)), block_size, seed)
     steps = []
     for group in groups:
         tables = {i: slots[place] for place, i in enumerate(group)}
-        spans = [(i, 0, len(sequences[i].tokens)) for i in group]
-        steps.append(_plan(spans, sequences, tables, block_size, num_blocks))
+        for start in range(0, max(len(sequences[i].tokens) for i in group), size):
+            ends = {i: min(start + size, len(sequences[i].tokens)) for i in group}
+            spans = [(i, start, end) for i, end in ends.items() if end > start]
+            steps.append(_plan(spans, sequences, tables, block_size, num_blocks))
     return Schedule(sequences=tuple(sequences), steps=tuple(steps), num_blocks=num_blocks)
 
 

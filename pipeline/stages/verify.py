@@ -20,12 +20,13 @@ SUMMARY = "verify.txt"
 
 
 def _sources(config: Config) -> Mapping[str, Sequence[Path]]:
-    return {**model_source(config), "heldout": config.stages.verify.heldout.files}
+    verify = config.stages.verify
+    return {**model_source(config), "heldout": verify.heldout.files, "tasks": verify.tasks}
 
 
 def _parameters(config: Config) -> Mapping[str, Any]:
     parameters = config.stages.verify.model_dump(mode="json")
-    del parameters["heldout"]["files"]  # their content counts, not their path
+    del parameters["heldout"]["files"], parameters["tasks"]  # their content counts, not their path
     return {**parameters, "network": network_parameters(config)}
 
 
@@ -44,6 +45,7 @@ def _run(context: StageContext) -> None:
         network_spec(context.config, built.architecture.dtype),
         context.config.stages.verify,
         context.progress,
+        folder=context.workspace.path,
     )
     folder = context.workspace.path
     (folder / REPORT).write_text(json.dumps(result.to_json(), indent=2, allow_nan=False) + "\n", encoding="utf-8")
@@ -55,7 +57,7 @@ def _run(context: StageContext) -> None:
 
 STAGE = Stage(
     name="verify",
-    version=1,
+    version=2,
     run=_run,
     inputs=("convert", "quantize"),
     sources=_sources,

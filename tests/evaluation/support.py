@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 from collections.abc import Callable, Mapping
 from pathlib import Path
 
@@ -10,6 +11,7 @@ import torch
 from pipeline.checkpoint.convert import convert_checkpoint
 from pipeline.checkpoint.folder import CheckpointFolder
 from pipeline.checkpoint.tensors import RawTensor, TensorInfo
+from pipeline.evaluation.subject import Subject, describe_subject
 from pipeline.workspace import FolderWorkspace
 
 
@@ -31,3 +33,13 @@ class Altered:
         if name not in self.edits:
             return raw
         return RawTensor.from_torch(self.edits[name](raw.to_torch().clone()))
+
+
+def subject(
+    folder: CheckpointFolder, edits: Mapping[str, Callable[[torch.Tensor], torch.Tensor]] | None = None
+) -> Subject:
+    """A checkpoint to measure, some of its tensors edited."""
+    described = describe_subject(folder, "edited" if edits else "original")
+    if not edits:
+        return described
+    return dataclasses.replace(described, source=Altered(folder, edits))

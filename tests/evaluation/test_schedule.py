@@ -54,7 +54,19 @@ def test_windows_reuse_the_same_blocks_and_score_all_but_the_last_token() -> Non
     assert [len(step.pieces) for step in schedule.steps] == [2, 1]
     assert schedule.num_blocks == 2 * 2 + 1
     for step in schedule.steps:
-        targets, rows = step.next_tokens(schedule.sequences)
-        assert len(targets) == 7 * len(step.pieces)
-        assert torch.equal(targets, step.inputs["input_ids"].long()[rows] + 1)
+        following = step.next_tokens(schedule.sequences)
+        assert len(following.targets) == 7 * len(step.pieces)
+        assert torch.equal(following.targets, step.inputs["input_ids"].long()[following.rows] + 1)
+        assert following.places.tolist() == [*range(7)] * len(step.pieces)
+        assert following.owners.unique().tolist() == [piece.sequence for piece in step.pieces]
         assert step.inputs["logit_rows"].tolist() == np.arange(8 * len(step.pieces)).tolist()
+
+
+def test_long_windows_come_in_chunks_over_the_same_blocks() -> None:
+    windows = [TokenSequence(tokens=tuple(range(k, k + n))) for k, n in ((10, 11), (50, 5))]
+    schedule = schedule_windows(windows, batch=2, block_size=4, chunk=4)
+    assert [[p.end - p.start for p in step.pieces] for step in schedule.steps] == [[4, 4], [4, 1], [3]]
+    for i, window in enumerate(windows):
+        assert fed(schedule)[i] == [(t, p, p) for p, t in enumerate(window.tokens)]
+    scored = [step.next_tokens(windows) for step in schedule.steps]
+    assert sum(len(each.targets) for each in scored) == 10 + 4

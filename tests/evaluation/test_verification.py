@@ -5,11 +5,17 @@ from __future__ import annotations
 import dataclasses
 import json
 import math
+from pathlib import Path
+from types import SimpleNamespace
 
 import pytest
+from pydantic import ValidationError
 
 from pipeline.checkpoint.folder import CheckpointFolder
-from pipeline.config.settings import Gates, HeldOut, Verify
+from pipeline.config.proof import Context, Continuations, Gates, HeldOut, Verify
+from pipeline.evaluation.judgement import judge_quality
+from pipeline.evaluation.measurement import LayerTally, Measure
+from pipeline.evaluation.scores import Tally
 from pipeline.evaluation.verification import Verification, verify
 from pipeline.network.spec import NetworkSpec
 from pipeline.progress import SILENT
@@ -18,6 +24,7 @@ from pipeline.workspace import FolderWorkspace
 from tests import fixtures
 from tests.evaluation.support import convert
 
+QUALITY = [Measure(label, Tally((16,)), LayerTally.of(2)) for label in ("original", "quantized")]
 SPEC = NetworkSpec(dtype="float16", max_seq_len=128, block_size=8)
 
 
@@ -25,6 +32,9 @@ SPEC = NetworkSpec(dtype="float16", max_seq_len=128, block_size=8)
 def verified(tmp_path_factory: pytest.TempPathFactory) -> Verification:
     folder = tmp_path_factory.mktemp("verify")
     (folder / "heldout.txt").write_text("The quick brown fox jumps over the lazy dog. " * 20, encoding="utf-8")
+    (folder / "tasks.jsonl").write_text(
+        '{"prompt": "The", "choices": [" dog", " fox"], "answer": 0}\n', encoding="utf-8"
+    )
     source = fixtures.deepseek_v2(folder / "hf", tokenizer=True, num_hidden_layers=2)
     converted = convert(source, folder / "engine", "float16")
     from pipeline.config.settings import Quantize
@@ -33,7 +43,18 @@ def verified(tmp_path_factory: pytest.TempPathFactory) -> Verification:
     settings = Verify(
         prompts=("def f(x):", "A tensor is a"),
         heldout=HeldOut(files=(folder / "heldout.txt",), tokens=256, window=64),
-        gates=Gates(perplexity_ratio=None, top1_agreement=0.999, mean_kl=1e-6),
+        context=Context(lengths=(32, 96)),
+        tasks=(folder / "tasks.jsonl",),
+        continuations=Continuations(prompts=2, tokens=8),
+        gates=Gates(
+            perplexity_ratio=None,
+            top1_agreement=0.999,
+            mean_kl=1e-6,
+            top5_overlap=0.999,
+            layer_error=1e-6,
+            context_kl=1e-6,
+            accuracy_drop=1.0,
+        ),
     )
     return verify(
         CheckpointFolder.open(source), converted, CheckpointFolder.open(folder / "int4"), SPEC, settings, SILENT
@@ -49,19 +70,61 @@ def test_proofs_pass_and_quality_gates_judge(verified: Verification) -> None:
         "perplexity_ratio": None,  # turned off: skipped, never passed
         "top1_agreement": False,
         "mean_kl": False,
+        "top5_overlap": False,
+        "layer_error": False,
+        "context_kl@32": False,
+        "context_kl@96": False,
+        "context_entropy@32": None,
+        "context_entropy@96": None,
+        "accuracy_drop": True,
     }
     assert verified.quality is not None
     blame = next(gate.blame for gate in verified.gates if gate.name == "mean_kl")
-    assert blame == f"worst layer: {verified.quality.worst_layer}"
+    assert blame == f"worst layer: {verified.quality.quality[1].worst_layer}"
+
+
+def test_values_are_those_of_the_measurement(verified: Verification) -> None:
+    assert verified.quality is not None
+    original, quantized = verified.quality.quality
+    values = {gate.name: gate.value for gate in verified.gates}
+    assert values["perplexity_ratio"] == quantized.tally.perplexity / original.tally.perplexity
+    assert values["layer_error"] == max(quantized.layers.error)
+    ours, theirs = verified.quality.drift
+    assert values["context_kl@96"] == theirs[1]["kl"]
+    assert values["context_entropy@32"] == abs(theirs[0]["entropy"] - ours[0]["entropy"])
+    shares = [each.share for each in verified.quality.accuracy]
+    assert values["accuracy_drop"] == shares[0] - shares[1]
+
+
+def test_the_worst_prompts_are_continued_side_by_side(verified: Verification) -> None:
+    assert verified.quality is not None
+    samples = verified.quality.samples
+    assert len(samples) == 2
+    assert samples[0]["kl"] == verified.quality.quality[1].tally.max_kl >= samples[1]["kl"]
+    for sample in samples:
+        original, quantized = sample["continuations"]
+        assert (original["label"], quantized["label"]) == ("original", "quantized")
+        assert original["first_difference"] is None
+        assert quantized["text"].startswith(quantized["agreed"])
+
+
+def test_a_gate_that_nothing_measures_is_skipped_and_a_bound_on_it_is_refused(tmp_path: Path) -> None:
+    gates = list(judge_quality(Verify(), SimpleNamespace(quality=QUALITY, drift=[], accuracy=[])))  # type: ignore[arg-type]
+    unmeasured = {gate.name: (gate.value, gate.passed) for gate in gates if gate.value is None}
+    assert unmeasured == dict.fromkeys(("context_kl", "context_entropy", "accuracy_drop"), (None, None))
+    assert all(gate.describe().startswith("skip") for gate in gates if gate.value is None)
+    for bounds in ({"context_kl": 0.1}, {"context_entropy": 0.1}, {"accuracy_drop": 0.0}):
+        with pytest.raises(ValidationError, match=r"is empty: nothing of it is measured"):
+            Verify(gates=Gates(**bounds))  # type: ignore[arg-type]
 
 
 def test_the_record_is_json_and_the_summary_has_a_line_per_gate_and_layer(verified: Verification) -> None:
     record = json.loads(json.dumps(verified.to_json(), allow_nan=False))
     assert record["network_digest"].startswith("blake3:")
-    assert len(record["quality"]["layer_error"]) == 2
+    assert len(record["quality"]["checkpoints"][1]["layers"]) == 2
     summary = verified.summarize()
-    assert summary.count("FAIL") == 2
-    assert summary.count("skip") == 1
+    assert summary.count("FAIL") == 6
+    assert summary.count("skip") == 3
     assert verified.network_digest in summary
 
 

@@ -1,0 +1,104 @@
+"""Everything that is measured of checkpoints against their original: one core for the verify stage and for `compare`.
+
+Text quality with its worst prompts, drift over long contexts, and tasks; each only where it was asked for.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass, field
+from typing import TYPE_CHECKING, Any
+
+from pipeline.errors import CompatibilityError
+from pipeline.evaluation.accuracy import Accuracy, measure_accuracy
+from pipeline.evaluation.continuations import continue_worst
+from pipeline.evaluation.drift import measure_drift
+from pipeline.evaluation.measurement import Measure, measure
+from pipeline.evaluation.subject import check_alike
+from pipeline.evaluation.tasks import read_tasks
+from pipeline.evaluation.windows import cut_windows, read_tokens
+
+if TYPE_CHECKING:
+    from pathlib import Path
+
+    from pipeline.evaluation.subject import Subject
+    from pipeline.progress import Progress
+
+DRIFT_CHUNK = 512  # tokens of a long context prefilled at a time
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Plan:
+    """What to measure. `files`: held-out text; `tokens` of it in windows of `window`. `lengths`: contexts whose drift
+    is measured, on `texts` texts; none: not measured. `tasks`: JSONL files. `continuations`: prompts of
+    `new_tokens` each. `settings` are what messages call these."""
+
+    files: Sequence[Path]
+    tokens: int
+    window: int
+    lengths: Sequence[int] = ()
+    texts: int = 1
+    tasks: Sequence[Path] = ()
+    continuations: int = 0
+    new_tokens: int = 32
+    settings: dict[str, str] = field(default_factory=lambda: {"files": "--text", "tasks": "--tasks"})
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Comparison:
+    """Per checkpoint, the original first; empty where not asked for. `samples`: worst prompts of the last one."""
+
+    sizes: list[int]
+    quality: list[Measure]
+    drift: list[list[dict[str, Any]]]
+    accuracy: list[Accuracy]
+    samples: list[dict[str, Any]]
+
+    def to_json(self) -> dict[str, Any]:
+        rows = []
+        for i, each in enumerate(self.quality):
+            row = {**each.to_json(), "bytes": self.sizes[i]}
+            row["perplexity_ratio"] = each.tally.perplexity / self.quality[0].tally.perplexity
+            row["context"] = self.drift[i] if self.drift else []
+            row["accuracy"] = self.accuracy[i].to_json() if self.accuracy else None
+            rows.append(row)
+        return {"checkpoints": rows, "samples": self.samples}
+
+
+def compare_subjects(
+    subjects: Sequence[Subject], plan: Plan, progress: Progress, *, folder: Path | None = None
+) -> Comparison:
+    """`folder`: where large activations may go meanwhile. Raises CompatibilityError for checkpoints of several models,
+    and what reading the text and the tasks raises."""
+    check_alike(subjects)
+    items = read_tasks(plan.tasks, setting=plan.settings["tasks"]) if plan.tasks else []
+    tokens = read_tokens(subjects[0].tokenizer, plan.files, setting=plan.settings["files"])
+    origin = ", ".join(map(str, plan.files))
+    _check_lengths(subjects[0], plan.lengths)
+    windows = cut_windows(tokens, total=plan.tokens, window=plan.window, origin=origin, first=subjects[0].begin)
+    quality = measure(subjects, windows, progress, folder=folder)
+    peaks = quality[-1].find_peaks(plan.continuations)
+    samples = continue_worst(subjects, windows, peaks, plan.new_tokens, progress)
+    drift: list[list[dict[str, Any]]] = []
+    if plan.lengths:
+        drift = measure_drift(
+            subjects,
+            tokens,
+            plan.lengths,
+            progress,
+            texts=plan.texts,
+            origin=origin,
+            folder=folder,
+            chunk=DRIFT_CHUNK,
+        )
+    accuracy = measure_accuracy(subjects, items, progress, folder=folder) if items else []
+    sizes = [subject.nbytes for subject in subjects]
+    return Comparison(sizes=sizes, quality=quality, drift=drift, accuracy=accuracy, samples=samples)
+
+
+def _check_lengths(subject: Subject, lengths: Sequence[int]) -> None:
+    limit = subject.architecture.context_limit
+    if lengths and max(lengths) > limit:
+        raise CompatibilityError(
+            f"a context of {max(lengths)} tokens is more than the model's {limit}", hint="take shorter context lengths"
+        )

@@ -1,0 +1,30 @@
+"""Held-out text as token sequences to score."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from pathlib import Path
+
+from pipeline.checkpoint.text import encode_file
+from pipeline.errors import QuantizationError
+from pipeline.evaluation.schedule import TokenSequence
+
+
+def read_tokens(tokenizer: Path, files: Sequence[Path], *, setting: str) -> list[int]:
+    """The tokens of all files, one after the other. Raises CheckpointError naming the file, and the `setting`."""
+    return [token for path in files for token in encode_file(tokenizer, path, setting=setting)]
+
+
+def cut_windows(
+    tokens: Sequence[int], *, total: int, window: int, origin: str, first: Sequence[int] = ()
+) -> list[TokenSequence]:
+    """Pieces of `window` tokens, together at most `total`, each beginning with `first` (a BOS, as calibration has it).
+    Raises QuantizationError where the text is too short."""
+    size = window - len(first)
+    count = min(total // window, len(tokens) // size)
+    if count == 0:
+        raise QuantizationError(
+            f"{origin}: {len(tokens)} tokens of held-out text, fewer than one window of {window}",
+            hint="name more text under stages.verify.heldout.files, or lower heldout.window and heldout.tokens",
+        )
+    return [TokenSequence(tokens=(*first, *tokens[i * size : (i + 1) * size])) for i in range(count)]
