@@ -5,6 +5,8 @@ Plain float32, [samples, length, hidden], row-major, no header: the file lives o
 
 from __future__ import annotations
 
+from contextlib import contextmanager
+from functools import partial
 from typing import TYPE_CHECKING, BinaryIO
 
 import numpy as np
@@ -13,7 +15,7 @@ import torch
 from pipeline.errors import QuantizationError
 
 if TYPE_CHECKING:
-    from collections.abc import Iterator
+    from collections.abc import Callable, Iterator
     from pathlib import Path
 
     from torch import Tensor
@@ -48,9 +50,15 @@ class HiddenStates:
 
     def write(self, batches: Iterator[Tensor]) -> None:
         """The batches of all spans, in order."""
-        with open(self.path, "wb") as file:
+        with self.writer() as write:
             for batch in batches:
-                _write(file, batch)
+                write(batch)
+
+    @contextmanager
+    def writer(self) -> Iterator[Callable[[Tensor], None]]:
+        """What takes the batches of all spans, one call each, in order."""
+        with open(self.path, "wb") as file:
+            yield partial(_write, file)
 
 
 def _write(file: BinaryIO, batch: Tensor) -> None:
