@@ -21,6 +21,7 @@ from pipeline.progress import SILENT, Progress
 
 if TYPE_CHECKING:
     from pipeline.config.schema import Config
+    from pipeline.engine.description import EngineDescription
 
 FORMAT = 1
 MANIFEST, SUMS = "manifest.json", "SHA256SUMS"
@@ -50,15 +51,15 @@ def write_manifest(
     folder: Path,
     *,
     config: Config,
-    engine: Mapping[str, Any],
+    engine: EngineDescription,
     verification: Mapping[str, Any],
     checkpoint_config: Mapping[str, Any],
     progress: Progress = SILENT,
 ) -> dict[str, Any]:
     """Writes both files into `folder`, over everything in it, and returns the manifest.
 
-    `engine` is engine.json, `verification` verify.json, `checkpoint_config` the engine checkpoint's config.json. Raises
-    PackageError where the engine's network is not the proved one, or a gate did not pass: such a package is none.
+    `verification` is verify.json, `checkpoint_config` the engine checkpoint's config.json. Raises PackageError where
+    the engine's network is not the proved one, or a gate did not pass: such a package is none.
     """
     _check_proof(engine, verification)
     files = list_files(folder)
@@ -76,12 +77,12 @@ def write_manifest(
         },
         "target": {
             "gpu": config.target.gpu,
-            "sm": engine["sm"],
-            "backend": engine["backend"],
-            "backend_version": engine["backend_version"],
+            "sm": engine.sm,
+            "backend": engine.backend,
+            "backend_version": engine.backend_version,
         },
-        "network_digest": engine["network_digest"],
-        "engine_digest": engine["digest"],
+        "network_digest": engine.network_digest,
+        "engine_digest": engine.digest,
         "gates": verification["gates"],
         "libraries": {name: version for name in LIBRARIES if (version := _find_version(name))},
         # Where it was made does not matter, nor whether it was tried in a server.
@@ -135,8 +136,8 @@ def hash_file(path: Path, progress: Progress = SILENT) -> str:
     return hasher.hexdigest()
 
 
-def _check_proof(engine: Mapping[str, Any], verification: Mapping[str, Any]) -> None:
-    built, proved = engine["network_digest"], verification["network_digest"]
+def _check_proof(engine: EngineDescription, verification: Mapping[str, Any]) -> None:
+    built, proved = engine.network_digest, verification["network_digest"]
     if built != proved:
         raise PackageError(
             f"the engine is of network {built}, verify.json of {proved}", hint="run verify and build again"

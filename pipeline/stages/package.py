@@ -28,7 +28,7 @@ def _parameters(config: Config) -> Mapping[str, Any]:
 
 
 def _run(context: StageContext) -> None:
-    from pipeline.engine.description import DESCRIPTION
+    from pipeline.engine.description import load_description
     from pipeline.release.manifest import write_manifest
     from pipeline.stages.package_check import check_package
     from pipeline.triton.repository import emit_repository
@@ -47,7 +47,7 @@ def _run(context: StageContext) -> None:
     write_manifest(
         folder,
         config=context.config,
-        engine=json.loads((build / DESCRIPTION).read_text(encoding="utf-8")),
+        engine=load_description(build),
         verification=json.loads((context.inputs["verify"].path / REPORT).read_text(encoding="utf-8")),
         checkpoint_config=json.loads((checkpoint / "config.json").read_text(encoding="utf-8")),
         progress=context.progress,

@@ -20,7 +20,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from pipeline.digest import digest_file, digest_json
-from pipeline.errors import PackageError
+from pipeline.errors import BuildError, PackageError
 from pipeline.progress import SILENT, Progress
 from pipeline.triton import MODEL_REPO
 from pipeline.triton.lint import check_repository
@@ -28,6 +28,7 @@ from pipeline.triton.model_config import Paths, RepositorySettings, build_config
 
 if TYPE_CHECKING:
     from pipeline.config.schema import Config
+    from pipeline.engine.description import EngineDescription
 
 REPOSITORY, BACKENDS, ARTIFACTS = "model_repository", "backends", "artifacts"
 VERSION = "1"
@@ -67,7 +68,7 @@ def emit_repository(
     built, `network` its network.json. `on_link` is told of every file linked or copied, with its digest. Raises
     PackageError where the three do not belong together, and for whatever `lint` finds.
     """
-    description = _read_json(engine / "engine.json")
+    description = _read_description(engine)
     digest = _check_belonging(description, checkpoint, _read_json(network), network)
     files = _list_files(description, engine, checkpoint, network)
     linker = _Linker(output / ARTIFACTS, on_link, progress)
@@ -75,7 +76,7 @@ def emit_repository(
     artifacts = {kind: linker.link_folder(kind, group) for kind, group in files.items()}
     folders = {kind: f"../../{ARTIFACTS}/{folder.name}" for kind, folder in artifacts.items()}
     paths = Paths(**folders, network=f"{folders['checkpoint']}/{network.name}")
-    settings = make_settings(config, network_digest=digest, engine_digest=description["digest"])
+    settings = make_settings(config, network_digest=digest, engine_digest=description.digest)
     _write_models(output / REPOSITORY, build_configs(settings, paths))
     shutil.copytree(MODEL_REPO / "backends", output / BACKENDS, ignore=shutil.ignore_patterns("__pycache__"))
     check_repository(output / REPOSITORY, backends=output / BACKENDS)
@@ -96,24 +97,26 @@ def make_settings(config: Config, *, network_digest: str, engine_digest: str) ->
     )
 
 
-def _check_belonging(description: dict[str, Any], checkpoint: Path, network: dict[str, Any], origin: Path) -> str:
+def _check_belonging(description: EngineDescription, checkpoint: Path, network: dict[str, Any], origin: Path) -> str:
     """The network's digest, once engine, network and checkpoint agree on it."""
-    if network.get("digest") != description["network_digest"]:
+    if network.get("digest") != description.network_digest:
         raise PackageError(
-            f"{origin} is of network {network.get('digest')}, the engine of {description['network_digest']}",
+            f"{origin} is of network {network.get('digest')}, the engine of {description.network_digest}",
             hint="build the engine again",
         )
-    for name, expected in description["sources"].items():
+    for name, expected in description.sources.items():
         file = checkpoint / name
         if not file.is_file():
             raise PackageError(f"{file} is missing, and the engine was built from it", hint="run quantize again")
         if digest_file(file) != expected:
             raise PackageError(f"{file} is not the one the engine was built from", hint="build the engine again")
-    return str(description["network_digest"])
+    return description.network_digest
 
 
-def _list_files(description: dict[str, Any], engine: Path, checkpoint: Path, network: Path) -> dict[str, list[Path]]:
+def _list_files(description: EngineDescription, engine: Path, checkpoint: Path, network: Path) -> dict[str, list[Path]]:
     from pipeline.checkpoint.folder import CheckpointFolder
+    from pipeline.engine.description import DESCRIPTION
+    from pipeline.engine.limits import STRIPPED
 
     folder = CheckpointFolder.open(checkpoint)
     if not (checkpoint / "tokenizer_config.json").is_file():
@@ -122,9 +125,9 @@ def _list_files(description: dict[str, Any], engine: Path, checkpoint: Path, net
             hint="copy tokenizer.json and tokenizer_config.json into the model's folder and convert it again",
         )
     # Of an engine without weights: what it lacks.
-    refit_list = [engine / "refit.json"] if description.get("weights") == "stripped" else []
+    refit_list = [engine / "refit.json"] if description.weights == STRIPPED else []
     return {
-        "engine": [engine / "engine.json", engine / description["file"], *refit_list],
+        "engine": [engine / DESCRIPTION, engine / description.file, *refit_list],
         "checkpoint": [*folder.files, network],
         "tokenizer": folder.tokenizer_files,
     }
@@ -174,6 +177,15 @@ def _write_models(repository: Path, configs: dict[str, Any]) -> None:
             (version / ".keep").touch()
         for module in SHARED_MODULES.get(model, ()):
             shutil.copyfile(MODEL_REPO / module, version / module)
+
+
+def _read_description(engine: Path) -> EngineDescription:
+    from pipeline.engine.description import DESCRIPTION, load_description
+
+    try:
+        return load_description(engine / DESCRIPTION)
+    except BuildError as error:
+        raise PackageError(error.message, hint=error.hint) from None
 
 
 def _read_json(path: Path) -> dict[str, Any]:

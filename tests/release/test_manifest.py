@@ -9,14 +9,9 @@ import pytest
 from pipeline.config.schema import Config
 from pipeline.errors import PackageError
 from pipeline.release.manifest import MANIFEST, SUMS, check_release, write_manifest
+from tests.triton.emission import describe_engine
 
-ENGINE = {
-    "sm": 80,
-    "backend": "tensorrt_rtx",
-    "backend_version": "1.7.1.116",
-    "network_digest": "blake3:n",
-    "digest": "blake3:e",
-}
+ENGINE = describe_engine(sm=80, network_digest="blake3:n", digest="blake3:e")
 GATES = [
     {"name": "network_exact", "value": 3e-6, "bound": 1e-4, "relation": "<=", "passed": True},
     {"name": "mean_kl", "value": 0.5, "bound": None, "relation": "<=", "passed": None},

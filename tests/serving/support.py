@@ -11,7 +11,6 @@ from pipeline.checkpoint.convert import convert_checkpoint
 from pipeline.checkpoint.folder import CheckpointFolder
 from pipeline.config.schema import Config
 from pipeline.digest import digest_file
-from pipeline.engine.description import BuildRecord, EngineDescription
 from pipeline.evaluation.forward import read_program
 from pipeline.network.program import Program
 from pipeline.network.spec import NetworkSpec
@@ -19,6 +18,7 @@ from pipeline.runtime.generation import generate
 from pipeline.runtime.runner import InterpreterRunner
 from pipeline.triton.repository import Repository, emit_repository
 from pipeline.workspace import FolderWorkspace
+from tests.triton.emission import describe_engine
 
 BLOCK_SIZE = 16
 
@@ -71,22 +71,12 @@ def serve_package(folder: Path, source: Path, config: Config | None = None) -> S
     engine = folder / "engine"
     engine.mkdir()
     (engine / "model.engine").write_bytes(b"engine")
-    description = EngineDescription(
-        file="model.engine",
-        nbytes=6,
+    description = describe_engine(
         digest=digest_file(engine / "model.engine"),
-        backend="tensorrt_rtx",
-        backend_version="1.7.1.116",
-        sm=89,
         network_digest=program.digest(),
         spec=spec,
         limits=config.stages.build.limits(),
-        inputs=(),
-        outputs=(),
-        profiles=(),
-        weights_bytes=None,
         sources={file.name: digest_file(file) for file in checkpoint.files if file.suffix == ".safetensors"},
-        build=BuildRecord(seconds=0, peak_bytes=0, peak_anonymous_bytes=0),
     )
     (engine / "engine.json").write_text(description.to_json())
     (engine / "network.json").write_text(json.dumps({"spec": json.loads(spec.to_json()), "digest": program.digest()}))

@@ -8,6 +8,9 @@ from pathlib import Path
 from pipeline.checkpoint.folder import CheckpointFolder
 from pipeline.config.schema import Config
 from pipeline.digest import digest_file
+from pipeline.engine.description import BuildRecord, EngineDescription
+from pipeline.engine.limits import BuildLimits, Rectangle
+from pipeline.network.spec import NetworkSpec
 from pipeline.triton.repository import Repository, emit_repository
 
 NETWORK_DIGEST = "blake3:" + "ab" * 32
@@ -22,22 +25,43 @@ def make_config(**package: object) -> Config:
     )
 
 
-def make_engine(folder: Path, checkpoint: Path) -> Path:
-    folder.mkdir()
-    (folder / "model.engine").write_bytes(b"engine")
-    shards = [file for file in CheckpointFolder.open(checkpoint).files if file.suffix == ".safetensors"]
-    description = {
-        "format": 1,
+def describe_engine(**values: object) -> EngineDescription:
+    limits = BuildLimits(
+        max_seq_len=256,
+        max_batch_size=8,
+        max_num_tokens=128,
+        generation=(Rectangle(batch=8, length=256),),
+        block_size=64,
+        max_blocks=40,
+    )
+    usual = {
         "file": "model.engine",
         "nbytes": 6,
-        "digest": digest_file(folder / "model.engine"),
+        "digest": "blake3:engine",
         "backend": "tensorrt_rtx",
         "backend_version": "1.7.1.116",
         "sm": 89,
         "network_digest": NETWORK_DIGEST,
-        "sources": {file.name: digest_file(file) for file in shards},
+        "spec": NetworkSpec(dtype="float16", block_size=64, max_seq_len=256),
+        "limits": limits,
+        "inputs": (),
+        "outputs": (),
+        "profiles": (),
+        "weights_bytes": None,
+        "sources": {},
+        "build": BuildRecord(seconds=0, peak_bytes=0, peak_anonymous_bytes=0),
     }
-    (folder / "engine.json").write_text(json.dumps(description))
+    return EngineDescription(**usual | values)
+
+
+def make_engine(folder: Path, checkpoint: Path) -> Path:
+    folder.mkdir()
+    (folder / "model.engine").write_bytes(b"engine")
+    shards = [file for file in CheckpointFolder.open(checkpoint).files if file.suffix == ".safetensors"]
+    description = describe_engine(
+        digest=digest_file(folder / "model.engine"), sources={file.name: digest_file(file) for file in shards}
+    )
+    (folder / "engine.json").write_text(description.to_json())
     (folder / "network.json").write_text(json.dumps({"spec": {}, "digest": NETWORK_DIGEST}))
     return folder
 

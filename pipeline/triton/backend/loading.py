@@ -12,12 +12,12 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
+from pipeline.engine.description import DESCRIPTION, EngineDescription, load_description
 from pipeline.errors import CompatibilityError, PackageError, TrtseekError
 from pipeline.runtime.limits import Limits
 
 if TYPE_CHECKING:
     from pipeline.checkpoint.folder import CheckpointFolder
-    from pipeline.engine.description import EngineDescription
     from pipeline.network.program import Program
     from pipeline.network.spec import NetworkSpec
     from pipeline.runtime.runner import Runner
@@ -25,8 +25,8 @@ if TYPE_CHECKING:
 RUNNERS = ("auto", "engine", "interpreter")
 # Of the host's free memory, what the interpreter's pools may take: the page cache that holds the weights needs room.
 HOST_POOL_FRACTION = 0.25
-# A context step of the interpreter. Longer ones save 7 % of a row's time on a CPU at most, and whoever generates, or comes
-# meanwhile, waits for them. Rows that attention pads cost as much as others: prompts of unequal length may waste half.
+# A context step of the interpreter. Longer ones save 7 % of a row's time on a CPU at most, and whoever generates, or
+# comes meanwhile, waits for them. Rows that attention pads cost as much as others: unequal prompts may waste half.
 HOST_STEP_TOKENS, HOST_PADDED_ROWS = 128, 256
 
 
@@ -57,19 +57,24 @@ def load_model(folder: Path, parameters: Mapping[str, str]) -> Loaded:
 def check_model(folder: Path, parameters: Mapping[str, str]) -> list[str]:
     """What is wrong with the model's files, as far as their descriptions and sizes tell; nothing large is read."""
     problems: list[str] = []
-    engine = _read_json(folder / parameters["gpt_model_path"] / "engine.json", problems)
-    network = _read_json(folder / parameters["network_path"], problems)
-    proved = parameters["network_digest"]
-    for name, document, key in (("engine.json", engine, "network_digest"), ("network.json", network, "digest")):
-        if document is not None and document.get(key) != proved:
-            problems.append(f"{name} is of network {document.get(key)}, the repository of {proved}")
-    if engine is not None:
-        if engine["digest"] != parameters["engine_digest"]:
-            problems.append(f"engine.json is of engine {engine['digest']}, not {parameters['engine_digest']}")
-        _check_file(folder / parameters["gpt_model_path"] / engine["file"], engine["nbytes"], problems)
+    proved, found = parameters["network_digest"], {}
+    if (network := _read_json(folder / parameters["network_path"], problems)) is not None:
+        found["network.json"] = network.get("digest")
+    try:
+        engine = _describe(folder, parameters)
+    except PackageError as error:
+        problems.append(error.message)
+    else:
+        found[DESCRIPTION] = engine.network_digest
+        if engine.digest != parameters["engine_digest"]:
+            problems.append(f"{DESCRIPTION} is of engine {engine.digest}, not {parameters['engine_digest']}")
+        _check_file(folder / parameters["gpt_model_path"] / engine.file, engine.nbytes, problems)
         checkpoint = folder / parameters["checkpoint_path"]
-        for name in engine["sources"]:
+        for name in engine.sources:
             _check_file(checkpoint / name, None, problems)
+    for name, digest in found.items():
+        if digest != proved:
+            problems.append(f"{name} is of network {digest}, the repository of {proved}")
     return problems
 
 
@@ -109,7 +114,9 @@ def _load_engine(folder: Path, parameters: Mapping[str, str]) -> Loaded:
     description = _describe(folder, parameters)
     engine = (folder / parameters["gpt_model_path"] / description.file).resolve()
     if (found := digest_file(engine)) != description.digest:
-        raise PackageError(f"{engine} is {found}, engine.json says {description.digest}", hint="copy the package again")
+        raise PackageError(
+            f"{engine} is {found}, {DESCRIPTION} says {description.digest}", hint="copy the package again"
+        )
     architecture = CheckpointFolder.open((folder / parameters["checkpoint_path"]).resolve()).architecture
     # The name is TensorRT-LLM's, and so is its meaning: a share from 0 to 1.
     weights = float(parameters.get("gpu_weights_percent", "1"))
@@ -163,10 +170,8 @@ def free_memory() -> int:
 
 
 def _describe(folder: Path, parameters: Mapping[str, str]) -> EngineDescription:
-    from pipeline.engine.description import load_description
-
     try:
-        return load_description(folder / parameters["gpt_model_path"])
+        return load_description(folder / parameters["gpt_model_path"] / DESCRIPTION)
     except TrtseekError as error:
         raise PackageError(error.message, hint="package the engine again") from None
 
@@ -201,4 +206,4 @@ def _check_file(path: Path, nbytes: int | None, problems: list[str]) -> None:
     if not path.is_file():
         problems.append(f"{path.name} is missing")
     elif nbytes is not None and path.stat().st_size != nbytes:
-        problems.append(f"{path.name} has {path.stat().st_size} bytes, engine.json says {nbytes}")
+        problems.append(f"{path.name} has {path.stat().st_size} bytes, {DESCRIPTION} says {nbytes}")
