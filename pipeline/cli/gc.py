@@ -32,10 +32,16 @@ def command(config_file: str | None, output: Path | None, store: Path | None, ye
     holds, and what is linked from outside, as by a copied repository. Prints what would go and asks; where nobody can
     answer, and with --json, nothing is removed without --yes. Safe beside runs at work.
     """
+    from pipeline.errors import StoreError
     from pipeline.stages.collection import remove, survey
     from pipeline.stages.store import Store
 
     place = Store(_pick_store(config_file, output, store))
+    if (named := output or store) and not place.root.is_dir():
+        raise StoreError(
+            f"{place.root}: there is no such store",
+            hint=_explain_absence(named, place.root),
+        )
     holdings = survey(place)
     garbage = [holding for holding in holdings if not holding.used]
     if not as_json:
@@ -74,6 +80,14 @@ def _pick_store(config_file: str | None, output: Path | None, store: Path | None
     return store or (output or Path()) / "store"
 
 
+def _explain_absence(named: Path, root: Path) -> str:
+    if named.is_file():
+        return f"{named} is a file: a config is named without --output, --output takes the folder of its `output:`"
+    if named != root and named.is_dir():
+        return f"{named} is there, but nothing was made in it"
+    return "name the folder that a config's `output:` names, or its `store:` with --store"
+
+
 def _print_holdings(root: Path, holdings: Sequence[Holding], garbage: Sequence[Holding]) -> None:
     from pipeline.progress import format_amount
 
@@ -88,7 +102,10 @@ def _print_holdings(root: Path, holdings: Sequence[Holding], garbage: Sequence[H
     if rows:
         print_table(rows)
     total = format_amount(sum(holding.nbytes for holding in garbage), "B")
-    click.echo(f"{len(garbage)} unused, {total} to free" if garbage else "everything is in use")
+    if garbage:
+        click.echo(f"{len(garbage)} unused, {total} to free")
+    else:
+        click.echo("everything is in use" if holdings else "nothing was made yet")
 
 
 def _to_json(holding: Holding) -> dict[str, Any]:

@@ -9,7 +9,6 @@ import select
 import signal
 import subprocess
 import sys
-import tempfile
 from collections.abc import Iterator
 from dataclasses import dataclass
 from pathlib import Path
@@ -39,36 +38,41 @@ def run_worker(request: dict[str, Any], *, needed: int, log: Path, progress: Pro
 
     Raises what the worker failed with, BuildError where it died. The child never outlives this call.
     """
-    with tempfile.TemporaryDirectory(prefix="trtseek-build-") as folder, open(log, "ab") as log_file:
-        path = Path(folder) / "request.json"
-        path.write_text(json.dumps(request), encoding="utf-8")
-        receive, send = os.pipe()
-        with os.fdopen(receive, "rb", buffering=0) as pipe:
-            try:
-                child = subprocess.Popen(
-                    [sys.executable, "-m", "pipeline.engine.worker", str(path), str(send)],
-                    stdin=subprocess.DEVNULL,
-                    stdout=log_file,
-                    stderr=log_file,
-                    pass_fds=(send,),
-                    env={**os.environ, "PYTHONPATH": os.pathsep.join(filter(None, sys.path))},
-                )
-            finally:
-                os.close(send)
-            run = WorkerRun(result={})
-            try:
-                for event in _read_events(pipe.fileno(), child.pid, run):
-                    _follow(event, run, progress)
-                _, status, usage = os.wait4(child.pid, 0)
-            except BaseException:  # Ctrl-C above all: nobody waits for this engine any more
-                child.kill()
-                child.wait()
-                raise
-        child.returncode = os.waitstatus_to_exitcode(status)  # wait4 took the status that Popen would look for
+    receive, send = os.pipe()
+    with open(log, "ab") as log_file, os.fdopen(receive, "rb", buffering=0) as pipe:
+        try:
+            child = subprocess.Popen(
+                [sys.executable, "-m", "pipeline.engine.worker", str(send)],
+                stdin=subprocess.PIPE,
+                stdout=log_file,
+                stderr=log_file,
+                pass_fds=(send,),
+                env={**os.environ, "PYTHONPATH": os.pathsep.join(filter(None, sys.path))},
+            )
+        finally:
+            os.close(send)
+        run = WorkerRun(result={})
+        try:
+            _send(request, child)
+            for event in _read_events(pipe.fileno(), child.pid, run):
+                _follow(event, run, progress)
+            _, status, usage = os.wait4(child.pid, 0)
+        except BaseException:  # Ctrl-C above all: nobody waits for this engine any more
+            child.kill()
+            child.wait()
+            raise
+    child.returncode = os.waitstatus_to_exitcode(status)  # wait4 took the status that Popen would look for
     run.peak_bytes = usage.ru_maxrss * 1024
     if child.returncode or not run.result:
         raise _explain_failure(child.returncode, run, needed, log)
     return run
+
+
+def _send(request: dict[str, Any], child: subprocess.Popen[bytes]) -> None:
+    """On its standard input: a file would stay where this process is killed."""
+    assert child.stdin is not None
+    with contextlib.suppress(BrokenPipeError), child.stdin:  # why it ended, its status says
+        child.stdin.write(json.dumps(request).encode())
 
 
 def read_kilobytes(path: Path, key: str) -> int:

@@ -1,4 +1,4 @@
-"""One build in a process of its own: `python -m pipeline.engine.worker request.json`, started by builder.py.
+"""One build in a process of its own: `python -m pipeline.engine.worker DESCRIPTOR < request`, started by process.py.
 
 TensorRT allows one build per process (a failed one poisons those after it), and may need more memory than there is: the
 kernel then kills this process, not the pipeline. Tells its parent how it goes in JSON lines on a pipe.
@@ -156,11 +156,11 @@ def _find_factory(name: str) -> Any:
 
 
 def main(arguments: list[str]) -> int:
-    """Runs the request in the file named first, reporting to the file descriptor named second."""
+    """Runs the request on standard input, reporting to the file descriptor of the given number."""
     # Dies with its parent, however that dies: an orphan would go on taking gigabytes for an engine nobody waits for.
     ctypes.CDLL(None).prctl(_PR_SET_PDEATHSIG, signal.SIGKILL)
-    request = json.loads(Path(arguments[0]).read_text(encoding="utf-8"))
-    events = Events(int(arguments[1]))
+    request = json.load(sys.stdin)
+    events = Events(int(arguments[0]))
     with open(request["log"], "a", encoding="utf-8", buffering=1) as log:
         try:
             run(request, log, events)

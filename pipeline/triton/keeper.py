@@ -4,7 +4,8 @@
 
 The first line of standard input is the job as JSON. "stop SECONDS" ends the server gracefully, and so does the end of
 the input: whoever asked for the server may be killed, and then cannot clean up. Whatever the server leaves (stubs that
-outlive it, and their shared memory) is ended and removed. Printed are the server's process id, and at last the status.
+outlive it, their shared memory, the folder it was started over) is ended and removed. Printed are the server's process
+id, and at last the status.
 
 Whose the shared memory is, a lock says, not a process id: it holds across containers that share a host's /dev/shm, and
 for a server that still answers its last requests after whoever asked for it has ended.
@@ -18,6 +19,7 @@ import fcntl
 import json
 import os
 import select
+import shutil
 import signal
 import subprocess
 import sys
@@ -58,6 +60,7 @@ def main() -> None:
     finally:
         _kill_group(child.pid)
         remove_shared_memory(job["shared_memory_prefix"])
+        shutil.rmtree(job["folder"], ignore_errors=True)
     with contextlib.suppress(BrokenPipeError):
         print(child.returncode, flush=True)
 

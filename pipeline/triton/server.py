@@ -168,6 +168,7 @@ class TritonServer:
             "log": str(self.log),
             "grace": self._patience,
             "shared_memory_prefix": self.prefix,
+            "folder": str(self._folder),
         }
         self._keeper = subprocess.Popen(
             [sys.executable, keeper.__file__],

@@ -3,6 +3,8 @@ import json
 import click
 import pytest
 
+from pipeline.errors import StoreError
+
 
 def read(invoke, *options):
     return json.loads(invoke("gc", *options, "--json").stdout)
@@ -42,3 +44,25 @@ def test_a_store_of_its_own(workplace, toy_stages, invoke):
 def test_wants_exactly_one_place(workplace, invoke, options):
     with pytest.raises(click.UsageError):
         invoke("gc", *options)
+
+
+@pytest.mark.parametrize(
+    ("options", "hint"),
+    [
+        (["--output", "nowhere"], "a config's `output:`"),
+        (["--store", "nowhere/store"], "a config's `output:`"),
+        (["--output", "configs/small.yaml"], "is a file"),
+        (["--store", "configs/small.yaml"], "is a file"),
+        (["--output", "configs"], "nothing was made in it"),
+    ],
+)
+def test_a_place_that_is_none(workplace, invoke, options, hint):
+    with pytest.raises(StoreError, match=f"{options[1]}.*there is no such store") as caught:
+        invoke("gc", *options)
+    assert hint in caught.value.hint
+    assert not (workplace / "nowhere").exists()
+
+
+def test_a_config_that_was_never_run(workplace, invoke):
+    assert "everything is in use" not in invoke("gc", "small").stdout
+    assert "nothing was made yet" in invoke("gc", "small").stdout
