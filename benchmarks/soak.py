@@ -183,7 +183,7 @@ def _wait_for_idle(server: TritonServer, seconds: float = 30.0) -> float:
     """The blocks in use when the server has come to rest."""
     end, used = time.monotonic() + seconds, -1.0
     while time.monotonic() < end:
-        lines = [line for line in server.metrics().splitlines() if 'kv_cache_block_type="used"' in line]
+        lines = [line for line in server.control.metrics().splitlines() if 'kv_cache_block_type="used"' in line]
         used = float(lines[0].rpartition(" ")[2])
         if used == 0:
             break

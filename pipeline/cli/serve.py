@@ -51,9 +51,10 @@ def command(
     first request has been answered; then GET /v2/health/ready says 200 at the HTTP port. Models whose process dies are
     loaded again. At the end, requests in flight are finished within --grace seconds.
     """
+    from pipeline.triton.addresses import Addresses
     from pipeline.triton.canary import check_package, find_package
     from pipeline.triton.installation import find_installation
-    from pipeline.triton.server import Addresses, TritonServer
+    from pipeline.triton.server import TritonServer
     from pipeline.triton.supervisor import Patience, Supervisor
 
     installation = find_installation(tritonserver)

@@ -7,11 +7,12 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from pipeline.errors import PackageError, TrtseekError
+from pipeline.triton.addresses import Addresses, reach
 from pipeline.triton.client import Client, Query
 from pipeline.triton.errors import ServerError
 from pipeline.triton.installation import Installation, find_installation
 from pipeline.triton.repository import BACKENDS, REPOSITORY
-from pipeline.triton.server import Addresses, TritonServer
+from pipeline.triton.server import TritonServer
 
 # The smallest request that goes through tokenizer, executor and network.
 CANARY = Query(text="a", options={"max_tokens": 1}, parameters={"priority_class": "P0"})
@@ -28,7 +29,7 @@ class Check:
 
 def send_canary(addresses: Addresses, timeout: float = ANSWER_S) -> float:
     """The seconds until the answer was there. Raises ServerError, ServingError."""
-    with Client(f"{TritonServer.reach(addresses.host)}:{addresses.grpc}") as client:
+    with Client(f"{reach(addresses.host)}:{addresses.grpc}") as client:
         return client.ask(CANARY, timeout=timeout).seconds
 
 

@@ -17,10 +17,11 @@ from dataclasses import dataclass
 
 from pipeline.errors import TrtseekError
 from pipeline.progress import format_seconds
+from pipeline.triton.addresses import LOOPBACK, Addresses
 from pipeline.triton.canary import ANSWER_S, LOAD_S, send_canary
 from pipeline.triton.errors import ServerError
 from pipeline.triton.gate import Gate
-from pipeline.triton.server import LOOPBACK, Addresses, TritonServer
+from pipeline.triton.server import TritonServer
 
 WATCH_S = 0.5
 _REQUESTS = re.compile(r"^nv_trt_llm_request_metrics\{([^}]*)\} (\S+)", re.MULTILINE)
@@ -160,9 +161,9 @@ class Supervisor:
 
     def _reload(self, models: list[str]) -> None:
         for model in models:
-            self.server.unload(model, deadline=self.patience.canary)
+            self.server.control.unload(model, deadline=self.patience.canary)
         for model in models:
-            self.server.load(model, deadline=self.patience.start)
+            self.server.control.load(model, deadline=self.patience.start)
         seconds = self._confirm()
         self._say(f"{', '.join(models)} loaded again, a request answered in {format_seconds(seconds)}")
 
@@ -176,7 +177,7 @@ class Supervisor:
 
     def _busy(self) -> bool:
         try:
-            text = self.server.metrics()
+            text = self.server.control.metrics()
         except ServerError:
             return False
         counts = {labels: float(value) for labels, value in _REQUESTS.findall(text)}

@@ -17,7 +17,7 @@ from tritonclient.grpc import InferenceServerClient, InferInput
 
 from pipeline.runtime.errors import ServingError
 from pipeline.triton.client import Client, Query, ask_all
-from pipeline.triton.server import GUARD
+from pipeline.triton.control import GUARD
 
 PROMPTS = [[5, 6, 7, 8, 9], [40, 41], list(range(60, 100)), [3], [9, 9, 9, 200, 300]]
 QUIET = {"end_id": -1}  # random weights end an answer at any place
@@ -36,7 +36,7 @@ def expected(served):
 def read_metrics(server):
     """Gauges and counters of the backend: {(family, kind): value}; histogram samples by their name alone, summed."""
     found = {}
-    for name, labels, value in re.findall(r"^(nv_trt_llm_\w+)\{(.*)\} (\S+)$", server.metrics(), re.M):
+    for name, labels, value in re.findall(r"^(nv_trt_llm_\w+)\{(.*)\} (\S+)$", server.control.metrics(), re.M):
         kinds = [text for key, text in re.findall(r'(\w+)="([^"]*)"', labels) if key not in ("model", "version", "le")]
         found[name, kinds[0]] = float(value)
     return found
@@ -412,7 +412,7 @@ def test_loading_models_is_for_who_started_the_server_alone(server):
         post(server, "/v2/repository/index", b"{}")
     assert caught.value.code == 403
     caught.value.close()
-    assert json.loads(post(server, "/v2/repository/index", b"{}", headers={GUARD: server.key}))
+    assert json.loads(post(server, "/v2/repository/index", b"{}", headers={GUARD: server.control.key}))
 
 
 def test_a_client_of_its_own_for_each_thread(url):

@@ -14,11 +14,12 @@ from pathlib import Path
 import pytest
 
 from pipeline.triton import installation as installations
+from pipeline.triton.addresses import Addresses
 from pipeline.triton.errors import ServerError
 from pipeline.triton.installation import find_installation
 from pipeline.triton.keeper import OWNER, claim_memory
 from pipeline.triton.processes import is_alive, remove_stale_memory
-from pipeline.triton.server import Addresses, TritonServer
+from pipeline.triton.server import TritonServer
 
 ROOT = Path(installations.__file__).parents[2]
 PROBE = """
@@ -197,8 +198,8 @@ def test_a_dead_stub_is_seen_and_its_model_loaded_again(tmp_path):
             time.sleep(0.05)
         assert server.stubs == {}
         assert server.running
-        server.unload("probe", deadline=60)
-        server.load("probe", deadline=60)
+        server.control.unload("probe", deadline=60)
+        server.control.load("probe", deadline=60)
         assert ask(server)["prefix"] == sys.prefix
 
 
