@@ -35,6 +35,25 @@ def _note_fp8_blocks(case: Case) -> str | None:
     )
 
 
+def _note_made_blocks(case: Case) -> str | None:
+    if "fp8_blocks" not in case.quantize.rules.methods:
+        return None
+    return (
+        "FP8 blocks are multiplied out at every step: they save memory, not time; method fp8 is the one whose products "
+        "are in FP8"
+    )
+
+
+def _note_cache_scales(case: Case) -> str | None:
+    wanted = case.quantize.kv_cache
+    if wanted == "none":
+        return None
+    return (
+        f"scales for a KV cache in {wanted} are calibrated and stored, and this engine does not use them: its cache "
+        f"stays in {case.dtype}, since TensorRT's own cache layer takes no 8-bit one"
+    )
+
+
 def _note_stripped(case: Case) -> str | None:
     if case.build.weights != "stripped":
         return None
@@ -45,6 +64,8 @@ NOTES: tuple[Rule, ...] = (
     Rule("backend_of_gpu", "target.backend", _note_backend, ""),
     Rule("weights_come_later", "stages.build.weights", _note_stripped, ""),
     Rule("fp8_saves_memory", "stages.convert.dtype", _note_fp8_blocks, ""),
+    Rule("made_blocks_save_memory", "stages.quantize.method", _note_made_blocks, ""),
+    Rule("cache_stays_wide", "stages.quantize.kv_cache", _note_cache_scales, ""),
     Rule("smaller_groups", "stages.quantize.group_size", _note_smaller_groups, ""),
 )
 
@@ -59,12 +80,5 @@ def _find_parallel(case: Case) -> str | None:
     )
 
 
-def _find_fp8_method(case: Case) -> str | None:
-    return "FP8 quantization is not part of this version" if case.quantize.method == "fp8" else None
-
-
 # Valid settings that this version does not carry out yet: `plan` notes them, `validate` and running refuse them.
-UNBUILT: tuple[Rule, ...] = (
-    Rule("one_gpu", "target.parallel", _find_parallel, "set every parallel size to 1"),
-    Rule("int4_only", "stages.quantize.method", _find_fp8_method, "use awq, rtn or none"),
-)
+UNBUILT: tuple[Rule, ...] = (Rule("one_gpu", "target.parallel", _find_parallel, "set every parallel size to 1"),)

@@ -140,6 +140,8 @@ def _find_cut_group(case: Case) -> str | None:
 def _find_split_experts(case: Case) -> str | None:
     """Which the network would refuse, after all the work."""
     rules = case.quantize.rules
+    if not case.is_quantized or not (rules.exclude or rules.recipe):
+        return None
     for kind in case.kinds:
         other = rules.find_split(kind)
         if other is not None:
@@ -148,6 +150,12 @@ def _find_split_experts(case: Case) -> str | None:
                 "which has one"
             )
     return None
+
+
+def _find_lone_cache(case: Case) -> str | None:
+    if case.quantize.kv_cache == "none" or case.is_quantized:
+        return None
+    return f"kv_cache: {case.quantize.kv_cache} with method: none: its scales go into a quantized checkpoint"
 
 
 def _find_long_sequences(case: Case) -> str | None:
@@ -270,6 +278,12 @@ RULES: tuple[Rule, ...] = (
         "stages.quantize",
         _find_split_experts,
         "name all experts of a layer, as in *.layers.3.mlp.experts.*",
+    ),
+    Rule(
+        "cache_goes_with_weights",
+        "stages.quantize.kv_cache",
+        _find_lone_cache,
+        "name a method, or set kv_cache: none",
     ),
     Rule("context_of_model", "stages.build.max_seq_len", _find_long_sequences, "lower max_seq_len"),
     Rule("text_within_context", "stages", _find_long_text, "shorten the pieces"),

@@ -74,12 +74,19 @@ class Calibration(Section):
 
 
 class Quantize(Section):
-    """16-bit weights to INT4 in groups along the input dimension."""
+    """16-bit weights to INT4 in groups along the input dimension, to FP8 or to INT8."""
 
-    method: Literal["awq", "rtn", "fp8", "none"] = Field(
+    method: Literal["awq", "rtn", "fp8", "fp8_blocks", "int8", "smoothquant", "none"] = Field(
         default="awq",
-        description="awq: activation-aware scale search (arXiv 2306.00978); rtn: round to nearest; none: stay 16-bit; "
-        "fp8: known, so that it is refused with a reason, but not part of this version.",
+        description="INT4 weights: awq, activation-aware scale search (arXiv 2306.00978); rtn, round to nearest. fp8: "
+        "E4M3 weights and inputs, one static scale each (from SM89 on). fp8_blocks: E4M3 weights in 128 x 128 blocks; "
+        "saves memory, not time. int8: weights alone, a scale per output channel. smoothquant: INT8 weights and "
+        "inputs (arXiv 2211.10438). none: stay 16-bit.",
+    )
+    kv_cache: Literal["none", "fp8", "int8"] = Field(
+        default="none",
+        description="Calibrate and store a scale for each layer's quantized KV cache. The engine's own cache stays in "
+        "the model's type.",
     )
     group_size: GroupSize = Field(
         default=128,
@@ -115,7 +122,7 @@ class Quantize(Section):
     @property
     def measures(self) -> bool:
         """Whether a method looks at activations, and so at calibration text."""
-        return self.rules.measures
+        return self.rules.measures or (self.applies and self.kv_cache != "none")
 
 
 class GenerationProfile(Section):

@@ -51,7 +51,7 @@ def estimate_weights(
         for decision, chosen in decisions.items():
             nbytes = plain
             if isinstance(decision, Decision):
-                nbytes = FORMATS[decision.format].nbytes(mapping.target_shape, decision.group, e)
+                nbytes = FORMATS[decision.format].engine_nbytes(mapping.target_shape, decision.group, e)
             # Of a split model's experts, as many of each on each GPU.
             total += chosen * count // kind.count * nbytes // share
     rotary = architecture.latent.qk_rope_head_dim if architecture.latent else architecture.head_dim

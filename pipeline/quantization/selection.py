@@ -156,6 +156,22 @@ class Rules:
                 found[wish] = first, count + (kind.count if is_uniform else 1)
         return found
 
+    def find_split(self, kind: Kind) -> str | None:
+        """A linear of a kind that other experts of its layer do not share the format and group of; None where all do.
+        Only patterns tell experts apart."""
+        if kind.experts == 1 or not (self.exclude or self.recipe):
+            return None
+        find, decisions, layer = self._matcher(), set[object](), -1
+        for index, name in enumerate(kind.names()):
+            if index // kind.experts != layer:
+                layer = index // kind.experts
+                decisions.clear()
+            decision = self._decide(name, kind.first.role, kind.first.target_shape, find)
+            decisions.add((decision.format, decision.group) if isinstance(decision, Decision) else None)
+            if len(decisions) > 1:
+                return name.removesuffix(".weight")
+        return None
+
     def _matcher(self) -> Callable[[str], int | None]:
         return find_pattern((*self.exclude, *(row.pattern for row in self.recipe)))
 

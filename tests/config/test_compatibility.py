@@ -88,6 +88,12 @@ SETTINGS = [
         {"stages.quantize.method": "fp8", "target.gpu": "L4"},
         "method fp8 needs FP8 tensor cores, SM89 or later",
     ),
+    (
+        "fp8_needs_sm89",
+        {"stages.quantize.method": "fp8_blocks"},
+        {"stages.quantize.method": "smoothquant"},
+        "method fp8_blocks needs FP8",
+    ),
     ("bf16_needs_sm80", {"target.gpu": "T4"}, {"target.gpu": "A10"}, "T4 is SM75"),
     (
         "bf16_needs_sm80",
@@ -166,7 +172,19 @@ SETTINGS = [
     ),
     ("weights_come_later", {"stages.build.weights": "stripped"}, {}, "`trtseek refit` brings them"),
     ("one_gpu", {"target.parallel": {"tensor": 2}}, {}, "come later"),
-    ("int4_only", {"stages.quantize.method": "fp8"}, {"stages.quantize.method": "rtn"}, "not part of this version"),
+    (
+        "made_blocks_save_memory",
+        {"stages.quantize.method": "fp8_blocks"},
+        {"stages.quantize.method": "fp8"},
+        "save memory, not time",
+    ),
+    (
+        "cache_goes_with_weights",
+        {"stages.quantize.kv_cache": "fp8", "stages.quantize.method": "none"},
+        {"stages.quantize.kv_cache": "fp8", "stages.quantize.method": "rtn"},
+        "kv_cache: fp8 with method: none",
+    ),
+    ("cache_stays_wide", {"stages.quantize.kv_cache": "int8"}, {}, "stays in bfloat16"),
 ]
 
 
@@ -198,6 +216,13 @@ MODELS = [
         {"moe_intermediate_size": 1536, "intermediate_size": 11264},
         {"moe_intermediate_size": 2048, "intermediate_size": 11264},
         "cuts INT4 groups of transformer.layers.1.mlp.experts.0.proj: 1536 inputs are not a multiple of 8 x 128",
+    ),
+    (
+        "experts_share_a_format",
+        {"stages.quantize.exclude": ("*.layers.3.mlp.experts.5.*",)},
+        {},
+        {"n_routed_experts": None},
+        "transformer.layers.3.mlp.experts.5.fc would be in another format",
     ),
     ("expert_divides_experts", {"target.parallel": {"expert": 6}}, {}, {"n_routed_experts": 66}, "64 routed experts"),
     (

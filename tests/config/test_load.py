@@ -166,7 +166,8 @@ def test_a_bad_override_is_quoted(folder, override, message, hint):
         ),
         (
             "stages: {quantize: {method: awqq}}",
-            "a.yaml:2: stages.quantize.method: must be 'awq', 'rtn', 'fp8' or 'none', not 'awqq'",
+            "a.yaml:2: stages.quantize.method: must be 'awq', 'rtn', 'fp8', 'fp8_blocks', 'int8', 'smoothquant' or "
+            "'none', not 'awqq'",
             "did you mean awq?",
         ),
         (
