@@ -9,9 +9,10 @@ from typing import TYPE_CHECKING, Any
 import torch
 
 from pipeline.interpreter import integers
-from pipeline.interpreter.graph import IN_PLACE, Graph
-from pipeline.interpreter.operations import OPERATIONS, Kernel, Operation, Site
+from pipeline.interpreter.graph import Graph, updates
+from pipeline.interpreter.operations import OPERATIONS, PLUGIN, Kernel, Operation, Site
 from pipeline.interpreter.plan import NOTHING, Plan, Step, bind
+from plugins.registry import OPERATIONS as PLUGINS
 
 if TYPE_CHECKING:
     from pipeline.interpreter.constants import Constants
@@ -77,7 +78,7 @@ class _Compiler:
             form = "plain" if node.kind == "shape" else "integers"
             reads = tuple(self.read(name, form, node.name) for name in node.inputs)
             self.push(kernel, reads, (self.slot(outputs[0], "integers"),), node.name)
-        elif node.kind not in IN_PLACE and names and all(name in self.foldable or name in self.known for name in names):
+        elif not updates(node) and names and all(name in self.foldable or name in self.known for name in names):
             self.foldable.update(outputs)  # computed when something asks for it
         else:
             self.push_node(node)
@@ -97,9 +98,9 @@ class _Compiler:
         self.push(kernel, tuple(reads), writes, node.name)
 
     def operation(self, node: Node) -> Operation:
-        if node.kind not in OPERATIONS:
+        if node.kind not in OPERATIONS and node.kind not in PLUGINS:
             raise self.site(node).refuse("no such operation")
-        return OPERATIONS[node.kind]
+        return OPERATIONS.get(node.kind, PLUGIN)
 
     def site(self, node: Node) -> Site:
         def constant(index: int) -> torch.Tensor | None:

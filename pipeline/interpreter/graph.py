@@ -8,13 +8,21 @@ from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING
 
 from pipeline.interpreter.errors import UnsupportedLayerError
+from plugins.registry import updated_inputs
 
 if TYPE_CHECKING:
     from pipeline.interpreter.numerics import Numerics
     from pipeline.network.program import Node, Program, TensorSpec
 
-# Kinds that write to an input: never merged, never folded.
+# Kinds that write to an input; the plugins that do know it themselves.
 IN_PLACE = {"kv_cache_update": 0, "write_cache_rows": 0}
+
+
+def updates(node: Node) -> tuple[int, ...]:
+    """The inputs that a node writes to: it is never merged, never folded."""
+    if node.kind in IN_PLACE:
+        return (IN_PLACE[node.kind],)
+    return updated_inputs(node.kind, node.attributes)
 
 
 @dataclass(frozen=True, slots=True)
@@ -118,7 +126,7 @@ def merge_equal(graph: Graph, numerics: Numerics) -> Graph:
             continue
         types = tuple((spec.dtype, spec.shape) for spec in node.outputs)
         key = (node.kind, inputs, types, repr(sorted(node.attributes.items())))
-        twin = seen.setdefault(key, node) if node.kind not in IN_PLACE else node
+        twin = node if updates(node) else seen.setdefault(key, node)
         if twin is not node and hidden:
             names.update({a.name: b.name for a, b in zip(node.outputs, twin.outputs, strict=True)})
             continue
@@ -151,8 +159,8 @@ def _check_in_place(program: Program) -> None:
                 users.setdefault(name, []).append(node)
     inputs = {spec.name for spec in program.inputs}
     for node in program.nodes:
-        if node.kind in IN_PLACE:
-            cache = node.inputs[IN_PLACE[node.kind]]
+        for index in updates(node):
+            cache = node.inputs[index]
             if cache not in inputs:
                 raise UnsupportedLayerError(node.name, f"the cache {cache} is no input of the network")
             if len(users[cache]) > 1:

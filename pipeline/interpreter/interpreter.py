@@ -12,7 +12,7 @@ from pipeline.interpreter.compiler import compile_plan
 from pipeline.interpreter.constants import Constants
 from pipeline.interpreter.errors import ExecutionError, FeedError
 from pipeline.interpreter.fusion import fuse
-from pipeline.interpreter.graph import IN_PLACE, Graph, drop_unused, merge_equal
+from pipeline.interpreter.graph import Graph, drop_unused, merge_equal, updates
 from pipeline.interpreter.numerics import Mode, Numerics
 from pipeline.interpreter.plan import Plan
 
@@ -37,7 +37,7 @@ class Interpreter:
         self._constants = Constants(program, self.numerics, resident_bytes)
         self._names = program.tensors.keys()
         self._plans: dict[frozenset[str], Plan] = {}
-        caches = {node.inputs[IN_PLACE[node.kind]] for node in program.nodes if node.kind in IN_PLACE}
+        caches = {node.inputs[index] for node in program.nodes for index in updates(node)}
         self._feeds = tuple(
             (spec, self.numerics.held(spec.dtype), len(spec.shape), spec.name in caches) for spec in program.inputs
         )

@@ -6,6 +6,7 @@ from pipeline.network import cache, inputs
 from pipeline.network.context import Context
 from pipeline.network.graph import Graph, Tensor
 from pipeline.network.linear import linear
+from pipeline.network.lowering import ROPE
 from pipeline.network.rope import softmax_scale
 
 
@@ -17,22 +18,40 @@ def grouped_query_attention(g: Graph, context: Context, layer: int, x: Tensor) -
     a = context.architecture
     h, kv, d = a.num_heads, a.num_kv_heads, a.head_dim
     qkv = linear(g, context.weights, "qkv", x, (h + 2 * kv) * d, a.hidden_size, bias=a.qkv_bias)
+    query, k_pool, v_pool = rotate_and_append(g, context, layer, qkv)
+    packed = attend(g, context, layer, query, k_pool, v_pool)
+    return linear(g, context.weights, "dense", packed, a.hidden_size, h * d, bias=a.attention_bias)
+
+
+def rotate_and_append(g: Graph, context: Context, layer: int, qkv: Tensor) -> tuple[Tensor, Tensor, Tensor]:
+    """qkv [T, (h + 2 kv) D] → the queries [T, h, D], rotated and scaled, and the pools with the rotated keys and the
+    values in them."""
+    a = context.architecture
+    h, kv, d = a.num_heads, a.num_kv_heads, a.head_dim
+    k_pool, v_pool = inputs.layer_pools(a, context.spec, layer)
+    if ROPE in context.plugins:
+        query, *pools = cache.plugin(g, context, ROPE, (qkv, *context.tables), (k_pool, v_pool))
+        return query, pools[0], pools[1]
     heads = g.reshape("heads", qkv, (-1, h + 2 * kv, d))
     q = rotate(g.at("query"), context, g.slice("query.heads", heads, 1, 0, h))
     q = g.product("query.scaled", q, g.number("query.scale", [[[softmax_scale(a)]]], "float32"))
     k = rotate(g.at("key"), context, g.slice("key.heads", heads, 1, h, kv))
     v = g.slice("value", heads, 1, h + kv, kv)
+    keys = cache.append(g, context, k_pool, g.cast("key", k, g.dtype))
+    return g.cast("query", q, g.dtype), keys, cache.append(g, context, v_pool, v)
 
-    k_pool, v_pool = inputs.layer_pools(a, context.spec, layer)
-    keys = cache.pages(g, context, k_pool, cache.append(g, context, k_pool, g.cast("key", k, g.dtype)))
-    values = cache.pages(g, context, v_pool, cache.append(g, context, v_pool, v))
-    padded = g.gather("query.padded", g.cast("query", q, g.dtype), context.inputs[inputs.PAD_INDEX.name])
+
+def attend(g: Graph, context: Context, layer: int, query: Tensor, k_pool: Tensor, v_pool: Tensor) -> Tensor:
+    """query [T, h, D] over the pools → [T, h * D]."""
+    a = context.architecture
+    ports = inputs.layer_pools(a, context.spec, layer)
+    keys, values = (cache.pages(g, context, *pair) for pair in zip(ports, (k_pool, v_pool), strict=True))
+    padded = g.gather("query.padded", query, context.inputs[inputs.PAD_INDEX.name])
     queries = g.reshape("query.by_head", padded, first=(0, 2, 1, 3))
     # Decomposable leaves the builder a way where no fused kernel has this head size or type.
     scores = g.attention("attention", queries, keys, values, context.mask, decomposable=True)
-    rows = g.reshape("rows", scores, (-1, h * d), first=(0, 2, 1, 3))
-    packed = g.gather("packed", rows, context.inputs[inputs.UNPAD_INDEX.name])
-    return linear(g, context.weights, "dense", packed, a.hidden_size, h * d, bias=a.attention_bias)
+    rows = g.reshape("rows", scores, (-1, a.num_heads * a.head_dim), first=(0, 2, 1, 3))
+    return g.gather("packed", rows, context.inputs[inputs.UNPAD_INDEX.name])
 
 
 def rotate(g: Graph, context: Context, x: Tensor) -> Tensor:

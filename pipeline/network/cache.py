@@ -6,6 +6,8 @@ form writes to each block the rows that `update_lengths` counts for it, from `wr
 
 from __future__ import annotations
 
+from collections.abc import Sequence
+
 from pipeline.network import inputs
 from pipeline.network.context import Context
 from pipeline.network.graph import Graph, Tensor
@@ -24,6 +26,16 @@ def append(g: Graph, context: Context, pool: Port, rows: Tensor) -> Tensor:
     )
     g.output(pool.name + inputs.POOL_OUTPUT_SUFFIX, updated)
     return updated
+
+
+def plugin(g: Graph, context: Context, name: str, data: Sequence[Tensor], pools: Sequence[Port]) -> tuple[Tensor, ...]:
+    """A layer's plugin `name` that writes to pools itself: of `data`, where its rows go, and the pools → its outputs,
+    the pools as the rest of the step sees them at the end."""
+    step = [context.inputs[port.name] for port in (inputs.POSITION_IDS, *inputs.PLACES)]
+    outputs = g.plugin(name, context.plugins[name], [*data, *step, *(context.inputs[pool.name] for pool in pools)])
+    for pool, updated in zip(pools, outputs[-len(pools) :], strict=True):
+        g.output(pool.name + inputs.POOL_OUTPUT_SUFFIX, updated)
+    return tuple(outputs)
 
 
 def pages(g: Graph, context: Context, pool: Port, updated: Tensor) -> Tensor:

@@ -7,6 +7,7 @@ from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
 from pipeline.network.graph import Tensor
+from plugins.operation import Operation
 
 if TYPE_CHECKING:
     from pipeline.checkpoint.architecture import Architecture
@@ -19,7 +20,7 @@ class Context:
     """The model's description, its weights, and the tensors that are made once and used by every layer.
 
     inputs: the network's inputs by name. positions: position ids as [T, 1]. tables: RoPE's cos and sin. mask: of
-    attention, see `cache.attention_mask`.
+    attention, see `cache.attention_mask`. plugins: the operations of a layer that are plugins, by lowering.
     """
 
     architecture: Architecture
@@ -29,3 +30,4 @@ class Context:
     positions: Tensor
     tables: tuple[Tensor, Tensor]
     mask: Tensor
+    plugins: Mapping[str, Operation]

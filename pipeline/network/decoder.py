@@ -12,6 +12,7 @@ from pipeline.network.cache import attention_mask
 from pipeline.network.context import Context
 from pipeline.network.graph import Graph, Tensor
 from pipeline.network.latent_attention import latent_attention
+from pipeline.network.lowering import ROPE, layer_plugins, network_plugins
 from pipeline.network.mlp import gated_mlp
 from pipeline.network.norm import rms_norm
 from pipeline.network.rope import rope_table
@@ -47,16 +48,20 @@ BLOCKS: dict[str, Blocks] = {
 def write_decoder(g: Graph, architecture: Architecture, spec: NetworkSpec, weights: Weights) -> None:
     """Fills the graph's network: inputs and outputs as `inputs` declares them for this architecture and slice."""
     first, last = spec.layer_range(architecture)
+    g.announce(network_plugins(architecture, spec))
     step = {port.name: g.input(port) for port in inputs.network_inputs(architecture, spec)}
     blocks = BLOCKS[architecture.name]
+    plugins = layer_plugins(architecture, spec)
+    positions = None if ROPE in plugins else g.reshape("rope.positions", step[inputs.POSITION_IDS.name], (-1, 1))
     context = Context(
         architecture=architecture,
         spec=spec,
         weights=weights,
         inputs=step,
-        positions=g.reshape("rope.positions", step[inputs.POSITION_IDS.name], (-1, 1)),
+        positions=positions,
         tables=_tables(g.at("rope"), architecture, spec),
         mask=attention_mask(g.at("mask"), step, spec.block_size, blocks.rows_per_query(architecture)),
+        plugins=plugins,
     )
     embedding = (weights, architecture.vocab_size, architecture.hidden_size)
     x = step[inputs.HIDDEN_STATES] if first else g.gather("embedding", _embedding(g, *embedding), step["input_ids"])

@@ -7,7 +7,7 @@ nothing depends on the names that TensorRT makes up, which change with the order
 from __future__ import annotations
 
 import math
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from typing import Any
 
@@ -19,6 +19,8 @@ from pipeline.errors import BuildError
 from pipeline.network.derived import Constant, Derived
 from pipeline.network.inputs import Port
 from pipeline.network.placeholders import Placeholders
+from pipeline.network.plugins import Plugins
+from plugins.operation import Operation
 
 Tensor = Any  # trt.ITensor: the bindings have no types
 # safetensors type -> TensorRT's attribute
@@ -40,6 +42,7 @@ class Graph:
     prefix: str = ""
     constants: dict[str, RawTensor] = field(default_factory=dict)
     placeholders: Placeholders | None = None
+    plugins: Plugins | None = None
     tensors: dict[str, Tensor] = field(default_factory=dict)
 
     def at(self, place: str) -> Graph:
@@ -246,6 +249,26 @@ class Graph:
         layer.mask = mask
         layer.decomposable = decomposable
         return self._add(name, layer)
+
+    # Plugins
+
+    def announce(self, operations: Mapping[str, Operation]) -> None:
+        """Every plugin to come, by the name of its layer; before anything is written."""
+        if self.plugins is not None:
+            self.plugins.announce(operations)
+
+    def plugin(self, name: str, operation: Operation, inputs: Sequence[Tensor]) -> list[Tensor]:
+        """An operation of `plugins`, announced before the network was written → its outputs, named name.0, name.1, …"""
+        if self.plugins is None:
+            raise ValueError(f"{name}: this graph was made without plugins")  # a writer's mistake
+        layer = self.plugins.add(self.prefix + name, operation, inputs)
+        layer.name = self.prefix + name
+        outputs = []
+        for index in range(layer.num_outputs):
+            tensor = self._register(f"{layer.name}.{index}", layer.get_output(index))
+            tensor.name = f"{layer.name}.{index}"
+            outputs.append(tensor)
+        return outputs
 
     def _add(self, name: str, layer: Any) -> Tensor:
         full_name = self.prefix + name

@@ -67,6 +67,8 @@ STEP_INPUTS = (
     UNPAD_INDEX,
     LOGIT_ROWS,
 )
+# Where each row's place in the pools is found, without the order of the rows: for plugins.
+PLACES = (SLOT_IDS, UNPAD_INDEX, PAD_INDEX, BLOCK_TABLES)
 HIDDEN_STATES = "hidden_states"
 HIDDEN_STATES_OUT = "hidden_states_out"
 LOGITS = "logits"

@@ -30,6 +30,7 @@ fill              "linspace" only: element i of a 1-D tensor is alpha + i*beta; 
                   attribute (input 0 the shape, 1 alpha, a scalar, 2 beta, of one element)
 one_hot           values [off, on]; the new dimension of `depth` elements is inserted at `axis`
 topk              outputs: values, then int32 indices; sorted from the largest ("max")
+a plugin          has its operation's name for its kind, and its attributes: see plugins/*/operation.py
 reduce, softmax, topk   `axes` is a list of dimensions
 """
 
@@ -160,6 +161,8 @@ KINDS: dict[str, Kind] = {
     ),
     "MATRIX_MULTIPLY": Kind("IMatrixMultiplyLayer", ("a", "b"), {"op0": _enum("op0"), "op1": _enum("op1")}),
     "ONE_HOT": Kind("IOneHotLayer", ("indices", "values", "depth"), {"axis": _plain("axis")}),
+    # Its operation says what its inputs and attributes are.
+    "PLUGIN_V3": Kind("IPluginV3Layer", (), {}),
     "QUANTIZE": Kind(
         "IQuantizeLayer",
         ("data", "scale", "zero_point?"),

@@ -23,6 +23,7 @@ from pipeline.network.context import Context
 from pipeline.network.derived import Derived
 from pipeline.network.graph import Graph, Tensor
 from pipeline.network.linear import checkpoint_name, linear
+from pipeline.network.lowering import ROPE
 from pipeline.network.norm import rms_norm
 from pipeline.network.rope import softmax_scale
 from pipeline.network.weights import lower
@@ -38,55 +39,69 @@ def latent_attention(g: Graph, context: Context, layer: int, x: Tensor) -> Tenso
     a, latent = context.architecture, context.architecture.latent
     if latent is None:
         raise CompatibilityError(f"{a.name} has no latent attention", hint="config.json lacks kv_lora_rank")
-    h, r, width, v = a.num_heads, latent.kv_lora_rank, latent.latent_dim, latent.v_head_dim
+    h, v = a.num_heads, latent.v_head_dim
     key_weight, value_weight = _split_kv_b(g, context, latent)
-    (pool,) = inputs.layer_pools(a, context.spec, layer)
-    row = _latent_row(g, context, latent, x)
-    latents = cache.pages(g, context, pool, cache.append(g, context, pool, row))
-
-    query = _queries(g, context, latent, x, key_weight)
-    padded = g.gather("query.padded", query, context.inputs[inputs.PAD_INDEX.name])
-    folded = g.reshape("query.folded", padded, (0, 1, -1, width))  # [B, 1, Q*h, R+P]
-    scores = g.attention("attention", folded, latents, latents, context.mask, decomposable=True)
+    query, pool = _rotate_and_append(g, context, latent, layer, x, key_weight)
+    packed = _attend(g, context, latent, layer, query, pool)
     at = g.at("value")
-    content = at.slice("content", at.reshape("rows", scores, (-1, h, width)), 2, 0, r)
-    packed = at.gather("packed", content, context.inputs[inputs.UNPAD_INDEX.name])
     by_head = at.matmul("by_head", at.reshape("content_by_head", packed, first=(1, 0, 2)), value_weight, transpose=True)
     merged = at.reshape("merged", by_head, (-1, h * v), first=(1, 0, 2))
     return linear(g, context.weights, "dense", merged, a.hidden_size, h * v, bias=a.attention_bias)
 
 
-def _latent_row(g: Graph, context: Context, latent: LatentAttention, x: Tensor) -> Tensor:
-    """[T, 1, R+P]: what the cache keeps of each token, the normalized compressed KV and the rotated key."""
-    r, p = latent.kv_lora_rank, latent.qk_rope_head_dim
+def _rotate_and_append(
+    g: Graph, context: Context, latent: LatentAttention, layer: int, x: Tensor, key_weight: Tensor
+) -> tuple[Tensor, Tensor]:
+    """x [T, H] → absorbed queries [T, h, R+P], rotated and scaled in float32, in the model's type; and the pool with
+    what it keeps of each token, the normalized compressed KV and the rotated key."""
     a = context.architecture
+    h, n, p, r = a.num_heads, latent.qk_nope_head_dim, latent.qk_rope_head_dim, latent.kv_lora_rank
+    (port,) = inputs.layer_pools(a, context.spec, layer)
     compressed = linear(g, context.weights, "kv_a_proj_with_mqa", x, r + p, a.hidden_size, bias=a.attention_bias)
-    at = g.at("latent")
-    content = at.slice("content", compressed, 1, 0, r)
+    content = g.slice("latent.content", compressed, 1, 0, r)
     content = rms_norm(g, context.weights, "kv_a_layernorm", content, r, LATENT_NORM_EPS)
-    key = at.reshape("key_heads", at.slice("key", compressed, 1, r, p), (-1, 1, p))
-    turned = at.cast("key_rotated", rotate(at.at("key"), context, key), g.dtype)
-    return at.concatenate("row", [at.reshape("content_heads", content, (-1, 1, r)), turned], 2)
-
-
-def _queries(g: Graph, context: Context, latent: LatentAttention, x: Tensor, key_weight: Tensor) -> Tensor:
-    """[T, h, R+P]: absorbed queries, scaled in float32, in the model's type."""
-    a, weights = context.architecture, context.weights
-    h, n, p, rank = a.num_heads, latent.qk_nope_head_dim, latent.qk_rope_head_dim, latent.q_lora_rank
-    if rank is None:
-        q = linear(g, weights, "q_proj", x, h * (n + p), a.hidden_size, bias=False)
-    else:
-        q = linear(g, weights, "q_a_proj", x, rank, a.hidden_size, bias=a.attention_bias)
-        q = rms_norm(g, weights, "q_a_layernorm", q, rank, LATENT_NORM_EPS)
-        q = linear(g, weights, "q_b_proj", q, h * (n + p), rank, bias=False)
+    q = _project_queries(g, context, latent, x)
     at = g.at("query")
     heads = at.reshape("heads", q, (-1, h, n + p))
     by_head = at.reshape("content_by_head", at.slice("content", heads, 2, 0, n), first=(1, 0, 2))
-    absorbed = at.reshape("absorbed", at.matmul("absorbed_by_head", by_head, key_weight), first=(1, 0, 2))
+    absorbed = at.matmul("absorbed_by_head", by_head, key_weight)
+    if ROPE in context.plugins:
+        query, pool = cache.plugin(g, context, ROPE, (q, absorbed, content, compressed, *context.tables), (port,))
+        return query, pool
     turned = rotate(at, context, at.slice("rotary_part", heads, 2, n, p))
+    absorbed = at.reshape("absorbed", absorbed, first=(1, 0, 2))
     both = at.concatenate("both", [at.cast("absorbed_float32", absorbed, "float32"), turned], 2)
     scaled = at.product("scaled", both, at.number("scale", [[[softmax_scale(a)]]], "float32"))
-    return g.cast("query", scaled, g.dtype)
+    at = g.at("latent")
+    key = at.reshape("key_heads", at.slice("key", compressed, 1, r, p), (-1, 1, p))
+    turned = at.cast("key_rotated", rotate(at.at("key"), context, key), g.dtype)
+    row = at.concatenate("row", [at.reshape("content_heads", content, (-1, 1, r)), turned], 2)
+    return g.cast("query", scaled, g.dtype), cache.append(g, context, port, row)
+
+
+def _project_queries(g: Graph, context: Context, latent: LatentAttention, x: Tensor) -> Tensor:
+    """[T, h * (N+P)]."""
+    a, weights, rank = context.architecture, context.weights, latent.q_lora_rank
+    width = a.num_heads * (latent.qk_nope_head_dim + latent.qk_rope_head_dim)
+    if rank is None:
+        return linear(g, weights, "q_proj", x, width, a.hidden_size, bias=False)
+    q = linear(g, weights, "q_a_proj", x, rank, a.hidden_size, bias=a.attention_bias)
+    q = rms_norm(g, weights, "q_a_layernorm", q, rank, LATENT_NORM_EPS)
+    return linear(g, weights, "q_b_proj", q, width, rank, bias=False)
+
+
+def _attend(g: Graph, context: Context, latent: LatentAttention, layer: int, query: Tensor, pool: Tensor) -> Tensor:
+    """query [T, h, R+P] over the pool → [T, h, R]."""
+    a, width = context.architecture, latent.latent_dim
+    (port,) = inputs.layer_pools(a, context.spec, layer)
+    latents = cache.pages(g, context, port, pool)
+    padded = g.gather("query.padded", query, context.inputs[inputs.PAD_INDEX.name])
+    folded = g.reshape("query.folded", padded, (0, 1, -1, width))  # [B, 1, Q*h, R+P]
+    scores = g.attention("attention", folded, latents, latents, context.mask, decomposable=True)
+    at = g.at("value")
+    rows = at.reshape("rows", scores, (-1, a.num_heads, width))
+    content = at.slice("content", rows, 2, 0, latent.kv_lora_rank)
+    return at.gather("packed", content, context.inputs[inputs.UNPAD_INDEX.name])
 
 
 def _split_kv_b(g: Graph, context: Context, latent: LatentAttention) -> tuple[Tensor, Tensor]:

@@ -9,6 +9,7 @@ from typing import TYPE_CHECKING, Any
 from pipeline.network.decoder import write_decoder
 from pipeline.network.graph import Graph
 from pipeline.network.placeholders import Placeholder, Placeholders
+from pipeline.network.plugins import Plugins
 from pipeline.network.spec import NetworkSpec
 from pipeline.network.weights import Weights
 
@@ -23,7 +24,8 @@ __all__ = ["Network", "NetworkSpec", "build_network", "build_stripped_network"]
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Network:
     """A filled network definition. It owns the memory that TensorRT's constants point to: keep it until the build or
-    the last step is over. `placeholders` are the constants that it only names."""
+    the last step is over. `placeholders` are the constants that it only names, `plugins` TensorRT's plugin objects by
+    layer, which are yet to be given their kernels."""
 
     trt: Any
     network: Any
@@ -31,6 +33,7 @@ class Network:
     architecture: Architecture
     constants: dict[str, RawTensor]
     placeholders: dict[str, Placeholder] = field(default_factory=dict)
+    plugins: dict[str, Any] = field(default_factory=dict)
 
 
 def build_network(
@@ -41,9 +44,17 @@ def build_network(
     16-bit weights are not copied, except stacked experts and MLA's kv_b_proj. Raises CheckpointError for a missing or
     misshapen tensor, CompatibilityError for what cannot be expressed.
     """
-    graph = Graph(trt=trt, network=network, dtype=spec.dtype)
+    plugins = Plugins(trt, network)
+    graph = Graph(trt=trt, network=network, dtype=spec.dtype, plugins=plugins)
     write_decoder(graph, architecture, spec, Weights(source=source, dtype=spec.dtype))
-    return Network(trt=trt, network=network, spec=spec, architecture=architecture, constants=graph.constants)
+    return Network(
+        trt=trt,
+        network=network,
+        spec=spec,
+        architecture=architecture,
+        constants=graph.constants,
+        plugins=plugins.objects,
+    )
 
 
 def build_stripped_network(
@@ -62,7 +73,8 @@ def build_stripped_network(
     is shown each, whole; `on_bytes` is told of their bytes as they pass.
     """
     taken = Placeholders(source, visit, on_bytes)
-    graph = Graph(trt=trt, network=network, dtype=spec.dtype, placeholders=taken)
+    plugins = Plugins(trt, network)
+    graph = Graph(trt=trt, network=network, dtype=spec.dtype, placeholders=taken, plugins=plugins)
     write_decoder(graph, architecture, spec, Weights(source=taken.source, dtype=spec.dtype))
     return Network(
         trt=trt,
@@ -71,4 +83,5 @@ def build_stripped_network(
         architecture=architecture,
         constants=graph.constants,
         placeholders=taken.found,
+        plugins=plugins.objects,
     )

@@ -26,9 +26,8 @@ class Plugins:
     objects: dict[str, Any] = field(default_factory=dict)
     _layers: dict[str, Any] = field(default_factory=dict)
 
-    def announce(self, operations: Mapping[str, Operation], ranks: Mapping[str, Sequence[int]]) -> None:
-        """Every plugin that the network will have, by the name of its layer, and its inputs' ranks. The network is
-        still empty."""
+    def announce(self, operations: Mapping[str, Operation]) -> None:
+        """Every plugin that the network will have, by the name of its layer. The network is still empty."""
         if not operations:
             return
         register_plugins(self.trt)
@@ -40,7 +39,9 @@ class Plugins:
                 op=operation.NAME,
                 domain=NAMESPACE,
                 version=VERSION,
-                inputs=tuple(zip(operation.input_types(), ranks[name], strict=True)),
+                inputs=tuple(
+                    (dtype, rank) for dtype, (_, rank) in zip(operation.input_types(), operation.INPUTS, strict=False)
+                ),
                 outputs=tuple(output.dtype for output in operation.outputs()),
                 fields=((OPERATION, operation.to_json()),),
             )

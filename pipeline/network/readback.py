@@ -8,6 +8,7 @@ from typing import TYPE_CHECKING, Any
 from pipeline.errors import CompatibilityError
 from pipeline.network.kinds import KINDS, dtype_name
 from pipeline.network.program import Node, Program, TensorSpec
+from pipeline.network.skeleton import PLACEHOLDER
 
 if TYPE_CHECKING:
     from pipeline.network.network import Network
@@ -28,6 +29,8 @@ def read_network(network: Network) -> Program:
     nodes: list[Node] = []
     for layer in layers:
         kind = layer.type.name
+        if kind == "CONSTANT" and layer.name.startswith(PLACEHOLDER):
+            continue  # of a plugin that has its real inputs by now
         if kind == "CONSTANT":
             spec = _spec(layer.get_output(0))
             constant_specs[spec.name] = spec
@@ -65,6 +68,8 @@ def _read_node(trt: Any, layer: Any, kind: str, halves: Mapping[str, Any]) -> No
     if kind == "ATTENTION_INPUT":
         _refuse_lengths(layer.attention)
         kind, name, source = "ATTENTION", layer.attention.name, halves[layer.get_output(0).name]
+    if kind == "PLUGIN_V3":
+        kind, attributes = layer.plugin.operation.NAME, layer.plugin.operation.attributes()
     inputs = [layer.get_input(i) for i in range(layer.num_inputs)]
     return Node(
         kind=kind.lower(),

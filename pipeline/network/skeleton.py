@@ -124,8 +124,8 @@ class _LinkMap(ctypes.Structure):
 
 @contextlib.contextmanager
 def _unversioned_library(trt: Any) -> Iterator[None]:
-    """The parser of TensorRT-RTX opens "libtensorrt_rtx.so", a name that its wheel does not ship ("….so.1" it does), and
-    ends the process where it fails. For the time of a parse, the loaded library answers to that name."""
+    """The parser of TensorRT-RTX opens "libtensorrt_rtx.so", a name that its wheel does not ship (it has "….so.1"),
+    and ends the process where it fails. For the time of a parse, the loaded library answers to that name."""
     wanted = "libtensorrt_rtx.so"
     if not trt.__name__.startswith("tensorrt_rtx") or _is_loaded(wanted):
         yield

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import json
-from dataclasses import asdict, dataclass, fields
+from dataclasses import asdict, dataclass, field, fields
 from typing import TYPE_CHECKING, Any
 
 from pipeline.checkpoint.tensors import MODEL_DTYPES
@@ -13,6 +13,26 @@ if TYPE_CHECKING:
     from pipeline.checkpoint.architecture import Architecture
 
 MOE_LOWERINGS = ("dense", "gather")
+LOWERINGS = ("native", "plugin")
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Lowering:
+    """How each operation that has a plugin is written: "native", in TensorRT's own layers, or "plugin". Both compute
+    the same."""
+
+    rope_paged_kv: str = "native"
+
+    def __post_init__(self) -> None:
+        for operation, lowering in asdict(self).items():
+            if lowering not in LOWERINGS:
+                raise CompatibilityError(
+                    f"lowering {lowering!r} of {operation} is unknown", hint=f"one of {', '.join(LOWERINGS)}"
+                )
+
+    def plugins(self) -> tuple[str, ...]:
+        """The operations that are plugins."""
+        return tuple(operation for operation, lowering in asdict(self).items() if lowering == "plugin")
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -25,6 +45,7 @@ class NetworkSpec:
     moe: how routed experts are lowered: "dense" computes every expert for every token, "gather" fetches each token's
         experts (for engines that only generate).
     layers: the decoder layers [a, b) that the network holds; None for all.
+    lowering: which operations are plugins.
     """
 
     dtype: str
@@ -32,6 +53,7 @@ class NetworkSpec:
     block_size: int = 64
     moe: str = "dense"
     layers: tuple[int, int] | None = None
+    lowering: Lowering = field(default_factory=Lowering)
 
     def __post_init__(self) -> None:
         if self.dtype not in MODEL_DTYPES:
@@ -69,5 +91,16 @@ class NetworkSpec:
                 f"network description has the keys {', '.join(sorted(values))}, not {', '.join(sorted(known))}",
                 hint="it was written by another version of trtseek: package the engine again",
             )
-        layers = values.get("layers")
-        return cls(**{**values, "layers": None if layers is None else (int(layers[0]), int(layers[1]))})
+        layers, lowering = values.get("layers"), values.get("lowering", {})
+        if unknown := lowering.keys() - {f.name for f in fields(Lowering)}:
+            raise CompatibilityError(
+                f"network description lowers {', '.join(sorted(unknown))}, which this version does not know",
+                hint="it was written by another version of trtseek: package the engine again",
+            )
+        return cls(
+            **{
+                **values,
+                "layers": None if layers is None else (int(layers[0]), int(layers[1])),
+                "lowering": Lowering(**lowering),
+            }
+        )

@@ -21,13 +21,14 @@ from pipeline.interpreter.operations import (
     fused,
     linear,
     movement,
+    plugin,
     products,
     reduction,
     rotation,
 )
 from pipeline.interpreter.operations.site import Kernel, Site
 
-__all__ = ["OPERATIONS", "Kernel", "Operation", "Site"]
+__all__ = ["OPERATIONS", "PLUGIN", "Kernel", "Operation", "Site"]
 
 
 @dataclass(frozen=True, slots=True)
@@ -82,3 +83,5 @@ OPERATIONS: dict[str, Operation] = {
     "take_rows": Operation(fused.compile_take_rows),
     "write_cache_rows": Operation(fused.compile_write_cache_rows),
 }
+# Any node whose kind is the name of one of `plugins`.
+PLUGIN = Operation(plugin.compile_plugin)

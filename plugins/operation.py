@@ -1,0 +1,166 @@
+"""What a plugin is, apart from TensorRT and Triton: its contract as data, and its kernels' launches as a plan.
+
+An operation is a frozen dataclass whose fields are its attributes. From them follow its inputs' types, its outputs, the
+kernels that an engine must carry, and, given the shapes of a step, the launches. The same plan is what an engine starts
+on a GPU and what the tests run in Triton's interpreter on the CPU. Nothing here imports torch, Triton or TensorRT.
+"""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Mapping, Sequence
+from dataclasses import asdict, dataclass
+from typing import Any, ClassVar
+
+Shape = Sequence[int]
+# Spelling of types in programs -> Triton's pointer to them.
+POINTERS = {
+    "float32": "*fp32",
+    "float16": "*fp16",
+    "bfloat16": "*bf16",
+    "int32": "*i32",
+    "int8": "*i8",
+    "fp8": "*fp8e4nv",
+}
+SCRATCH_ALIGNMENT = 256
+
+
+@dataclass(frozen=True, slots=True)
+class Size:
+    """The size of one dimension of one input."""
+
+    input: int
+    dim: int
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Output:
+    """`updates`: the input whose memory this output is; None for memory of its own."""
+
+    shape: tuple[int | Size, ...]
+    dtype: str
+    updates: int | None = None
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Kernel:
+    """One variant of a Triton kernel.
+
+    parameters: (name, Triton's type) of what a launch passes, in the function's order. constants: the rest of the
+    function's parameters, compiled in. warps: of 32 threads. stages: of loads under way in a loop.
+    """
+
+    module: str
+    function: str
+    parameters: tuple[tuple[str, str], ...]
+    constants: tuple[tuple[str, Any], ...]
+    warps: int
+    stages: int = 2
+
+
+@dataclass(frozen=True, slots=True)
+class Input:
+    """A launch's argument: the memory of an input."""
+
+    index: int
+
+
+@dataclass(frozen=True, slots=True)
+class Result:
+    """A launch's argument: the memory of an output."""
+
+    index: int
+
+
+@dataclass(frozen=True, slots=True)
+class Scratch:
+    """A launch's argument: the operation's workspace, from `offset` bytes on."""
+
+    offset: int
+
+
+Argument = Input | Result | Scratch | int | float
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Launch:
+    """One launch of `kernel` over `grid` programs, with one argument per parameter, in order."""
+
+    kernel: Kernel
+    grid: tuple[int, int, int]
+    arguments: tuple[Argument, ...]
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Operation:
+    """Base of all operations. A subclass's fields are numbers, strings and booleans: its attributes.
+
+    NAME: the plugin's name in engines, and the kind of its nodes in programs. VERSION: of its contract; an engine of
+    another version is refused. LOWERING: the key under stages.build.lowering that chooses it. INPUTS: name and number
+    of dimensions of each input, in order; "name?" is an input that not every set of attributes has, at the end.
+    """
+
+    NAME: ClassVar[str]
+    VERSION: ClassVar[str] = "1"
+    LOWERING: ClassVar[str]
+    INPUTS: ClassVar[tuple[tuple[str, int], ...]]
+
+    def input_types(self) -> tuple[str, ...]:
+        """Type of each input, in programs' spelling."""
+        raise NotImplementedError
+
+    def outputs(self) -> tuple[Output, ...]:
+        raise NotImplementedError
+
+    def kernels(self) -> tuple[Kernel, ...]:
+        """Every kernel that `launches` may name."""
+        raise NotImplementedError
+
+    def scratch_bytes(self, shapes: Sequence[Shape]) -> int:
+        """Workspace for steps whose inputs are no larger than these."""
+        return 0
+
+    def launches(self, shapes: Sequence[Shape]) -> tuple[Launch, ...]:
+        """What runs, in order, for inputs of these shapes; nothing where there is nothing to do."""
+        raise NotImplementedError
+
+    def compute(self, *inputs: Any) -> tuple[Any, ...]:
+        """The reference: torch tensors in, outputs out; an output that updates an input is that very tensor.
+
+        Floats may come wider than `input_types` says (the interpreter's exact mode): the result is as wide as they."""
+        raise NotImplementedError
+
+    def updates(self) -> tuple[int, ...]:
+        """The inputs that are written to."""
+        return tuple(output.updates for output in self.outputs() if output.updates is not None)
+
+    def attributes(self) -> dict[str, Any]:
+        return asdict(self)
+
+    def to_json(self) -> str:
+        return json.dumps({"version": self.VERSION, **self.attributes()}, sort_keys=True)
+
+
+def resolve(output: Output, shapes: Sequence[Shape]) -> tuple[int, ...]:
+    """An output's shape for inputs of these shapes."""
+    return tuple(shapes[s.input][s.dim] if isinstance(s, Size) else s for s in output.shape)
+
+
+def bind(kernel: Kernel, grid: tuple[int, int, int], arguments: Mapping[str, Argument]) -> tuple[Launch, ...]:
+    """The launch with arguments by name; none over an empty grid. A missing or unknown name is a mistake of the
+    operation: KeyError."""
+    names = [name for name, _ in kernel.parameters]
+    if unknown := arguments.keys() - set(names):
+        raise KeyError(f"{kernel.function} has no parameters {sorted(unknown)}")
+    if 0 in grid:
+        return ()
+    return (Launch(kernel=kernel, grid=grid, arguments=tuple(arguments[name] for name in names)),)
+
+
+def power_of_two(value: int) -> int:
+    """The smallest power of two that holds `value`: sizes of Triton's tiles."""
+    return 1 << max(value - 1, 0).bit_length()
+
+
+def divide_up(value: int, by: int) -> int:
+    return -(-value // by)

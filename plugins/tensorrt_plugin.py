@@ -1,0 +1,164 @@
+"""Operations as TensorRT sees them: one `IPluginV3` class for all, of `tensorrt_rtx` and of `tensorrt` alike.
+
+Which module is a parameter, as everywhere. A plugin has two fields: "operation", its name, version and attributes, and
+"kernels", what `carried` packs. The second is empty until `carry` fills it, so that a network that is only read back
+compiles nothing.
+"""
+
+from __future__ import annotations
+
+import ctypes
+from collections.abc import Callable, Iterable
+from functools import cache
+from typing import Any
+
+from pipeline.errors import CompatibilityError
+from plugins.carried import Carried, compile_carried
+from plugins.driver import find_sm, open_driver
+from plugins.operation import Argument, Input, Operation, Result, Scratch, Size
+from plugins.registry import OPERATIONS, read_operation
+
+NAMESPACE = "trtseek"
+VERSION = "1"  # of the fields
+OPERATION, KERNELS = "operation", "kernels"
+_SCALARS: dict[str, Callable[[Any], Any]] = {"i32": ctypes.c_int32, "fp32": ctypes.c_float}
+
+
+def make_plugin(trt: Any, operation: Operation) -> Any:
+    """The plugin object for a network. Whoever adds it keeps a reference."""
+    return _classes(trt)[0](operation, Carried({}))
+
+
+def carry(plugins: Iterable[Any], sms: Iterable[int]) -> None:
+    """Compiles what plugins of a network will serialize. Raises BuildError."""
+    sms = tuple(sms)
+    for plugin in plugins:
+        plugin.carried = compile_carried(plugin.operation, sms)
+
+
+@cache
+def register_plugins(trt: Any) -> None:
+    """Makes every operation known to TensorRT: before a skeleton is parsed, and before an engine is loaded."""
+    registry = trt.get_plugin_registry()
+    for name in OPERATIONS:
+        creator = _classes(trt)[1](name)
+        if not registry.register_creator(creator, NAMESPACE):
+            raise CompatibilityError(f"TensorRT refuses plugin {name}", hint="is another library of that name loaded?")
+        _KEPT.append(creator)
+
+
+_KEPT: list[Any] = []  # the registry holds no reference of its own
+
+
+@cache
+def _classes(trt: Any) -> tuple[type, type]:
+    class Plugin(trt.IPluginV3, trt.IPluginV3OneCore, trt.IPluginV3OneBuildV2, trt.IPluginV3OneRuntime):  # type: ignore[misc]
+        def __init__(self, operation: Operation, carried: Carried) -> None:
+            for base in (trt.IPluginV3, trt.IPluginV3OneCore, trt.IPluginV3OneBuildV2, trt.IPluginV3OneRuntime):
+                base.__init__(self)
+            self.operation, self.carried = operation, carried
+            self.plugin_name, self.plugin_version, self.plugin_namespace = operation.NAME, VERSION, NAMESPACE
+            self.num_outputs = len(operation.outputs())
+
+        def get_capability_interface(self, _: Any) -> Any:
+            return self
+
+        def clone(self) -> Any:
+            return Plugin(self.operation, self.carried)
+
+        # The build
+
+        def get_output_data_types(self, _: Any) -> list[Any]:
+            return [getattr(trt, output.dtype) for output in self.operation.outputs()]
+
+        def get_output_shapes(self, inputs: Any, _: Any, builder: Any) -> list[Any]:
+            def size(dim: int | Size) -> Any:
+                return inputs[dim.input][dim.dim] if isinstance(dim, Size) else builder.constant(dim)
+
+            return [trt.DimsExprs([size(dim) for dim in output.shape]) for output in self.operation.outputs()]
+
+        def supports_format_combination(self, position: int, tensors: Any, num_inputs: int) -> bool:
+            types = [*self.operation.input_types(), *(output.dtype for output in self.operation.outputs())]
+            described = tensors[position].desc
+            return bool(described.format == trt.TensorFormat.LINEAR and described.type == getattr(trt, types[position]))
+
+        def get_aliased_input(self, output: int) -> int:
+            updates = self.operation.outputs()[output].updates
+            return -1 if updates is None else updates
+
+        def configure_plugin(self, *_: Any) -> None:
+            pass
+
+        def get_workspace_size(self, inputs: Any, _: Any) -> int:
+            return self.operation.scratch_bytes([tuple(tensor.max) for tensor in inputs])
+
+        def get_valid_tactics(self) -> list[int]:
+            return []
+
+        def get_fields_to_serialize(self) -> Any:
+            return trt.PluginFieldCollection(
+                [_field(trt, OPERATION, self.operation.to_json()), _field(trt, KERNELS, self.carried.to_json())]
+            )
+
+        # The run
+
+        def set_tactic(self, _: int) -> None:
+            pass
+
+        def attach_to_context(self, _: Any) -> Any:
+            return self.clone()
+
+        def on_shape_change(self, *_: Any) -> None:
+            pass
+
+        def enqueue(self, described: Any, _: Any, inputs: Any, outputs: Any, workspace: int, stream: int) -> None:
+            run_launches(
+                self.operation, self.carried, [tuple(d.dims) for d in described], inputs, outputs, workspace, stream
+            )
+
+    class Creator(trt.IPluginCreatorV3One):  # type: ignore[misc]
+        def __init__(self, name: str) -> None:
+            trt.IPluginCreatorV3One.__init__(self)
+            self.name, self.plugin_version, self.plugin_namespace = name, VERSION, NAMESPACE
+            self.field_names = trt.PluginFieldCollection([_field(trt, key, "") for key in (OPERATION, KERNELS)])
+
+        def create_plugin(self, _: str, fields: Any, __: Any) -> Any:
+            # TensorRT ends a text with a zero, or not.
+            texts = {field.name: bytes(field.data).decode().rstrip("\0") for field in fields}
+            operation = read_operation(self.name, texts[OPERATION])
+            return Plugin(operation, Carried.from_json(texts.get(KERNELS) or '{"kernels": []}'))
+
+    return Plugin, Creator
+
+
+def run_launches(
+    operation: Operation,
+    carried: Carried,
+    shapes: list[tuple[int, ...]],
+    inputs: list[int],
+    outputs: list[int],
+    workspace: int,
+    stream: int,
+) -> None:
+    """Starts what the operation plans for these shapes. inputs, outputs, workspace: device addresses."""
+    driver, sm = open_driver(), find_sm()
+    for launch in operation.launches(shapes):
+        arguments = [
+            _value(argument, kind, inputs, outputs, workspace)
+            for (_, kind), argument in zip(launch.kernel.parameters, launch.arguments, strict=True)
+        ]
+        driver.launch(carried.find(operation, launch.kernel, sm), launch.grid, arguments, stream)
+
+
+def _value(argument: Argument, kind: str, inputs: list[int], outputs: list[int], workspace: int) -> Any:
+    if isinstance(argument, Input):
+        return ctypes.c_void_p(inputs[argument.index])
+    if isinstance(argument, Result):
+        return ctypes.c_void_p(outputs[argument.index])
+    if isinstance(argument, Scratch):
+        return ctypes.c_void_p(workspace + argument.offset)
+    return _SCALARS[kind](argument)
+
+
+def _field(trt: Any, name: str, text: str) -> Any:
+    return trt.PluginField(name, text.encode(), trt.PluginFieldType.CHAR)
