@@ -60,15 +60,21 @@ class EngineTensor:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class EngineProfile:
-    """What one optimization profile runs, and the inputs and outputs as it sees them: its own sizes are fixed."""
+    """What one optimization profile runs, and the inputs and outputs as it sees them: its own sizes are fixed.
+
+    graphs: in order; plugins run between them. workspace_bytes: device memory beside weights, inputs and outputs."""
 
     shapes: Mapping[str, tuple[int, ...]]
-    graph: Graph
+    graphs: tuple[Graph, ...]
+    workspace_bytes: int
 
     @property
-    def workspace_bytes(self) -> int:
-        """Device memory beside weights, inputs and outputs."""
-        return self.graph.workspace_bytes
+    def graph(self) -> Graph:
+        """The graphs as one, which they are without plugins. They take turns in the same memory: the regions are those
+        of the largest."""
+        largest = max(self.graphs, key=lambda graph: graph.workspace_bytes)
+        kernels, fusions = (_add_up(getattr(graph, name) for graph in self.graphs) for name in ("kernels", "fusions"))
+        return replace(largest, kernels=kernels, fusions=fusions)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -137,11 +143,13 @@ def _inspect(path: Path, data: mmap.mmap) -> EngineFile:
     if not tensors or not graphs:
         what = "inputs and outputs" if not tensors else "compiled graph"
         raise _damaged(path, f"has no {what} where version 1.7 keeps them")
-    workspaces = _read_workspaces(data, start, first_graph)
-    if workspaces != tuple(graph.workspace_bytes for graph in graphs):
+    grouped = _group_graphs(tensors, graphs)
+    stated = _read_workspaces(data, start, first_graph)
+    workspaces = _share_workspaces(stated, grouped)
+    if workspaces is None:
         found = ", ".join(str(graph.workspace_bytes) for graph in graphs)
-        raise _damaged(path, f"states workspaces of {workspaces} bytes, but its graphs need {found}")
-    merged, shapes = _merge_profiles(tensors, len(graphs))
+        raise _damaged(path, f"states workspaces of {stated} bytes, but its graphs need {found}")
+    merged, shapes = _merge_profiles(tensors, len(grouped))
     (mask,) = struct.unpack_from("<Q", data, 0x20)
     return EngineFile(
         path=path,
@@ -150,7 +158,10 @@ def _inspect(path: Path, data: mmap.mmap) -> EngineFile:
         targets=tuple(sm for bit, sm in _CAPABILITY_BITS.items() if mask & bit),
         sections=sections,
         tensors=merged,
-        profiles=tuple(EngineProfile(shapes=s, graph=graph) for s, graph in zip(shapes, graphs, strict=True)),
+        profiles=tuple(
+            EngineProfile(shapes=s, graphs=g, workspace_bytes=w)
+            for s, g, w in zip(shapes, grouped, workspaces, strict=True)
+        ),
     )
 
 
@@ -188,6 +199,8 @@ def _read_tensors(data: mmap.mmap, start: int, stop: int) -> tuple[EngineTensor,
         direction = _DIRECTION.search(data, shape.end(), stop) if shape else None
         if not shape or not direction or int.from_bytes(length, "little") != len(name):
             continue
+        if _SHAPE.search(data, shape.end(), direction.start()):
+            continue  # that is another tensor's direction: this one lies between two graphs of the engine
         rank = int.from_bytes(shape[1], "little")
         code = int.from_bytes(dtype, "little")
         if rank > 8 or code >= len(_DTYPES) or shape.end() + 8 * rank > stop:
@@ -210,6 +223,32 @@ def _read_workspaces(data: mmap.mmap, start: int, stop: int) -> tuple[int, ...]:
         return ()
     count = int.from_bytes(match[2], "little")
     return struct.unpack_from(f"<{count}Q", data, match.end()) if match.end() + 8 * count <= stop else ()
+
+
+def _group_graphs(tensors: tuple[EngineTensor, ...], graphs: tuple[Graph, ...]) -> list[tuple[Graph, ...]]:
+    """Those of each profile: as many of each, one profile's after the other's."""
+    suffixes = [_PROFILE_SUFFIX.fullmatch(tensor.name) for tensor in tensors]
+    profiles = 1 + max((int(match[2]) for match in suffixes if match), default=0)
+    each = max(len(graphs) // profiles, 1)
+    return [graphs[first : first + each] for first in range(0, len(graphs), each)]
+
+
+def _share_workspaces(stated: tuple[int, ...], grouped: list[tuple[Graph, ...]]) -> list[int] | None:
+    """The file states, for each profile, the memory in which its graphs take turns, and after it, where plugins part
+    the graphs, that of each tensor between them. The sum for each profile, or None where that is not what it states."""
+    if all(len(graphs) == 1 for graphs in grouped):
+        needed = [graph.workspace_bytes for (graph,) in grouped]
+        return needed if stated == tuple(needed) else None
+    starts = []
+    for graphs in grouped:
+        largest = max(graph.workspace_bytes for graph in graphs)
+        first = starts[-1] + 1 if starts else 0
+        if largest not in stated[first:]:
+            return None
+        starts.append(stated.index(largest, first))
+    if starts[0] != 0:
+        return None
+    return [sum(stated[start:end]) for start, end in zip(starts, [*starts[1:], len(stated)], strict=True)]
 
 
 def _merge_profiles(

@@ -59,6 +59,8 @@ def run(request: dict[str, Any], log: IO[str], events: Events) -> None:
         _write_refit_list(Path(request["refit_list"]), RefitList(network_digest=digest, constants=constants))
     ports = network_inputs(source.architecture, spec)
     config = _configure(trt, backend, builder, request, limits, ports, events)
+    if built.plugins:
+        _carry_kernels(trt, built, config, request["sm"], events)
     writer = _compile(trt, builder, network, config, Path(request["engine"]), events, errors)
     events.send(
         "done",
@@ -87,6 +89,17 @@ def _lay_out(request: dict[str, Any], trt: Any, network: Any, spec: Any, source:
         source,
         on_bytes=lambda nbytes: events.send("advance", amount=nbytes),
     )
+
+
+def _carry_kernels(trt: Any, built: Any, config: Any, sm: int, events: Events) -> None:
+    """Compiles the plugins' kernels, which travel in the engine. Plugins that write to the pools need a preview feature
+    of TensorRT's."""
+    from plugins.tensorrt_plugin import carry
+
+    events.send("phase", item="compile the plugins' kernels", total=1, unit="kernels")
+    carry(built.plugins.values(), [sm])
+    config.set_preview_feature(trt.PreviewFeature.ALIASED_PLUGIN_IO_10_03, True)
+    events.send("advance", amount=1)
 
 
 def _write_refit_list(path: Path, refit: RefitList) -> None:
