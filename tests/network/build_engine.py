@@ -11,7 +11,7 @@ from pathlib import Path
 from pipeline.network.inputs import network_inputs
 from pipeline.network.network import build_network
 from tests import fixtures
-from tests.network import models
+from tests.network import formats, models
 
 # Wide enough for the weights of the linears to count.
 WIDE = {
@@ -59,6 +59,32 @@ MODELS = {
         pattern=r"layers.*_proj\.weight",
         group=64,
         prescale="all",
+        num_hidden_layers=2,
+        head_dim=64,
+    ),
+    **{
+        f"llama-{kind}": lambda path, kind=kind: formats.load(
+            fixtures.llama,
+            path,
+            {r"layers.*_proj\.weight": kind},
+            dtype="float16",
+            num_hidden_layers=2,
+            head_dim=64,
+            hidden_size=256,
+        )
+        for kind in ("fp8", "int8", "int8_sq")
+    },
+    **{
+        f"v3-stacks-{kind}": lambda path, kind=kind: formats.load(
+            fixtures.deepseek_v3, path, {r"mlp.*_proj\.weight|o_proj": kind}, num_hidden_layers=2
+        )
+        for kind in ("fp8", "int8", "int8_sq")
+    },
+    "llama-mixed": lambda path: formats.load(
+        fixtures.llama,
+        path,
+        {"q_proj|k_proj|v_proj": "fp8", "o_proj": "int4", "gate_proj|up_proj": "int8_sq", "down_proj": "int8"},
+        dtype="float16",
         num_hidden_layers=2,
         head_dim=64,
     ),

@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import subprocess
 import sys
+from collections import Counter
+from collections.abc import Mapping
 from pathlib import Path
 
 import pytest
@@ -11,6 +13,7 @@ import pytest
 from pipeline.engine.engine_file import inspect_engine
 
 INT4_GEMM = "__myl_ReplCastMulCastFc"
+EIGHT_BIT_GEMM = "__myl_CastMulCastFc"
 ROOT = Path(__file__).parents[2]
 slow = pytest.mark.slow
 
@@ -29,6 +32,18 @@ def _build(tmp_path: Path, model: str, moe: str, sm: str) -> Path:
         ("llama-int4", "dense", "SM80"),
         ("v2-int4", "dense", "SM120"),
         ("v3-int4", "dense", "SM80"),
+        ("llama-fp8", "dense", "SM89"),
+        ("v3-stacks-int8_sq", "dense", "SM80"),
+        pytest.param("llama-int8", "dense", "SM80", marks=slow),
+        pytest.param("llama-int8_sq", "dense", "SM80", marks=slow),
+        pytest.param("llama-int8_sq", "dense", "SM75", marks=slow),
+        pytest.param("llama-int8_sq", "dense", "SM120", marks=slow),
+        pytest.param("llama-fp8", "dense", "SM120", marks=slow),
+        pytest.param("v3-stacks-fp8", "dense", "SM89", marks=slow),
+        pytest.param("v3-stacks-fp8", "gather", "SM120", marks=slow),
+        pytest.param("v3-stacks-int8", "dense", "SM86", marks=slow),
+        pytest.param("v3-stacks-int8_sq", "gather", "SM80", marks=slow),
+        pytest.param("llama-mixed", "dense", "SM89", marks=slow),
         pytest.param("v3-int4", "gather", "SM120", marks=slow),
         pytest.param("v3-bf16", "dense", "SM80", marks=slow),
         pytest.param("v3-fp8", "gather", "SM120", marks=slow),
@@ -62,6 +77,40 @@ def test_the_network_builds(model: str, moe: str, sm: str, tmp_path: Path) -> No
         # Layer 0: dense, fc, gate, proj. Layer 1: dense, the shared experts' three, and the routed experts' fc and gate
         # as one stack each; their proj has a single group, which TensorRT dequantizes apart.
         assert fused == [10, 10]
+
+    if model in EIGHT_BIT:
+        for profile in engine.profiles:
+            held = Counter(t.dtype for region in profile.graph.regions for t in region.tensors)
+            _check_eight_bit(model, profile.graph.kernels, profile.graph.fusions, held)
+
+
+# Model -> GEMMs of 8-bit numbers; GEMMs into which the dequantization of 8-bit weights is fused.
+EIGHT_BIT = {
+    "llama-fp8": (10, 0),
+    "llama-int8_sq": (10, 0),
+    "llama-int8": (0, 10),
+    # fp8 for qkv, int8_sq for fc and gate; int8 for proj. dense is INT4.
+    "llama-mixed": (6, 2),
+    # Of 11 here two are the stacks of fc and gate: the scales of their experts, after the product, are fused too.
+    "v3-stacks-fp8": (11, 0),
+    "v3-stacks-int8_sq": (11, 0),
+    "v3-stacks-int8": (0, 11),
+}
+
+
+def _check_eight_bit(model: str, kernels: Mapping[str, int], fusions: Mapping[str, int], held: Counter[str]) -> None:
+    products, dequantized = EIGHT_BIT[model]
+    assert fusions.get(EIGHT_BIT_GEMM, 0) == dequantized
+    if products:
+        # Their inputs are written as 8-bit numbers, and nothing dequantizes weights: there are GEMMs of both.
+        assert held["fp8_e4m3" if "fp8" in model else "int8"] >= products - 2
+        assert kernels["fully_connected"] + fusions.get("__myl_FcCastMulCast", 0) >= products
+
+
+@slow
+def test_fp8_is_refused_below_sm89_by_tensorrt_too(tmp_path: Path) -> None:
+    with pytest.raises(AssertionError, match="HW-specific datatypes: fp8_e4m3"):
+        _build(tmp_path, "llama-fp8", "dense", "SM86")
 
 
 @slow
