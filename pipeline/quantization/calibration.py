@@ -112,7 +112,8 @@ class Calibration:
                 if capture:
                     capture.start_batch(start * self.length)
                 embeddings = rotary(hidden, positions.expand(stop - start, -1))
-                output = module(hidden, attention_mask=mask, position_embeddings=embeddings)
+                cache = capture.cache if capture else None
+                output = module(hidden, attention_mask=mask, position_embeddings=embeddings, cache=cache)
                 if not torch.isfinite(output).all():
                     raise QuantizationError(
                         f"layer {layer}: activations are NaN or infinite in samples {start} to {stop - 1}",

@@ -14,6 +14,8 @@ from typing import TYPE_CHECKING, Any
 
 import torch
 
+from pipeline.quantization.kv_cache import CacheRange
+
 if TYPE_CHECKING:
     from collections.abc import Iterable, Iterator
 
@@ -43,6 +45,7 @@ class Captured:
 
     inputs: dict[str, Inputs]
     experts: tuple[Inputs, ...] = ()
+    cache_amax: float = 0.0
 
 
 class Sampler:
@@ -98,6 +101,7 @@ class Capture:
         limit = min(ROWS, max(FEWEST_EXPERT_ROWS, EXPERT_ROWS // max(num_experts, 1)))
         experts = num_experts if EXPERTS in self.samplers else 0
         self.experts = [Sampler(priorities, limit) for _ in range(experts)]
+        self.cache = CacheRange()
         self._start = 0
 
     @contextmanager
@@ -118,7 +122,7 @@ class Capture:
 
     def finish(self) -> Captured:
         inputs = {name: sampler.finish() for name, sampler in self.samplers.items()}
-        return Captured(inputs, tuple(sampler.finish() for sampler in self.experts))
+        return Captured(inputs, tuple(sampler.finish() for sampler in self.experts), self.cache.amax)
 
     def _hook(self, sampler: Sampler, routed: bool) -> Any:
         def see(_: nn.Module, arguments: tuple[Tensor, ...]) -> None:

@@ -58,6 +58,7 @@ class LayerPlan:
     treatments: dict[str, Treatment] = field(default_factory=dict)
     rows: dict[str, dict[str, Any]] = field(default_factory=dict)
     experts: dict[str, Any] | None = None
+    added: dict[str, Tensor] = field(default_factory=dict)  # tensors that the source has not, by name
 
 
 def plan_layer(

@@ -19,7 +19,7 @@ import torch
 from pipeline.checkpoint.engine_config import read_own_key, write_quantized
 from pipeline.checkpoint.layouts import layout_for
 from pipeline.checkpoint.layouts.rows import MTP_PREFIX
-from pipeline.checkpoint.layouts.scales import BLOCK_SCALES, PRESCALE
+from pipeline.checkpoint.layouts.scales import BLOCK_SCALES, PRESCALE, cache_scale
 from pipeline.checkpoint.shards import Shard, write_index
 from pipeline.checkpoint.tensors import TensorInfo
 from pipeline.errors import CompatibilityError
@@ -28,6 +28,7 @@ from pipeline.quantization import calibration
 from pipeline.quantization.calibration import Calibration
 from pipeline.quantization.documents import name_file
 from pipeline.quantization.folding import Adjustments
+from pipeline.quantization.kv_cache import CACHE_FORMATS, cache_step
 from pipeline.quantization.layer import UNROUTED, LayerPlan, group_linears, plan_layer
 from pipeline.quantization.report import REPORT, QuantizationReport
 from pipeline.quantization.rules import choose_linears
@@ -118,7 +119,8 @@ class _Run:
         )
         captured = None
         watched = sorted({group.seen_at for method, group in groups if METHODS[method].measures})
-        if watched:
+        keeps_cache = self.settings.kv_cache != "none"
+        if watched or keeps_cache:
             captured = self.calibration.capture(layer, watched)
             self.progress.start(f"choosing scales of layer {layer}", len(groups), "groups")
         plan = plan_layer(
@@ -132,13 +134,15 @@ class _Run:
             unrouted=self.settings.unrouted_experts,
             progress=self.progress if watched else SILENT,
         )
+        if captured is not None and keeps_cache:
+            plan.added[cache_scale(layer)] = cache_step(self.settings.kv_cache, captured.cache_amax)
         self._write(f"layer-{layer}", layer, names, plan)
         if captured is not None:
             self.calibration.forget(layer)
 
     @cached_property
     def measures(self) -> bool:
-        return any(METHODS[linear.method].measures for linear in self.selection.linears.values())
+        return self.settings.kv_cache != "none" or any(METHODS[linear.method].measures for linear in self.selection.linears.values())
 
     @cached_property
     def quant_algo(self) -> str:
@@ -230,6 +234,7 @@ class _Run:
     def _write_config(self, infos: Sequence[TensorInfo]) -> Path:
         quantization = {
             "quant_algo": self.quant_algo,
+            "kv_cache_quant_algo": CACHE_FORMATS[kind][0] if (kind := self.settings.kv_cache) != "none" else None,
             "method": self.settings.method,
             "group_size": self.settings.group_size,
             "has_zero_point": False,

@@ -7,6 +7,7 @@ are.
 
 from __future__ import annotations
 
+from itertools import chain
 from typing import TYPE_CHECKING
 
 import torch
@@ -45,7 +46,10 @@ def write_shard(
     """Writes the source tensors `names`, those of `linears` quantized, and returns what the shard holds."""
     kept = [name for name in names if not _is_scale_of_widened(name)]
     infos = [info for name in kept for info in _describe(source.tensors[name], linears, plan)]
-    write_safetensors(path, infos, _make(kept, source, linears, plan, progress), metadata=METADATA)
+    added = {name: RawTensor.from_torch(tensor) for name, tensor in plan.added.items()}
+    infos += [TensorInfo(name, raw.dtype, raw.shape) for name, raw in added.items()]
+    tensors = chain(_make(kept, source, linears, plan, progress), added.values())
+    write_safetensors(path, infos, tensors, metadata=METADATA)
     return infos
 
 

@@ -99,6 +99,7 @@ class Settings:
     calibration: CalibrationSettings = field(default_factory=CalibrationSettings)
     unrouted_experts: str = "round_to_nearest"
     clip: bool = False
+    kv_cache: str = "none"
 
     @property
     def rules(self) -> Rules:
