@@ -6,7 +6,7 @@ import torch
 
 from pipeline.checkpoint.tensors import RawTensor
 from pipeline.interpreter.interpreter import Interpreter
-from pipeline.interpreter.operations.linear import FEW_ROWS
+from pipeline.interpreter.operations import int4
 from pipeline.network.program import Program
 from tests.interpreter.networks import feed, read
 
@@ -35,20 +35,32 @@ def run(program: Program, mode: Any, x: torch.Tensor) -> torch.Tensor:
     return Interpreter(program, mode=mode).run({"x": x})["y"]
 
 
+@pytest.fixture(params=["torch", "native"])
+def kernel(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> int4.Int4Kernel:
+    if request.param == "torch":
+        monkeypatch.setattr(int4, "load_int4_linear", lambda: None)
+    found = int4.pick_int4_kernel(64, OUT)
+    if found is None or found.name != request.param:
+        pytest.skip("no compiler, or no AVX-512 bf16")
+    return found
+
+
 @pytest.mark.parametrize("dtype", ["bfloat16", "float16"])
 @pytest.mark.parametrize("group", [32, 64, 128])
-def test_fast_int4_is_within_bf16_roundings_for_few_rows_and_as_declared_for_many(dtype: str, group: int) -> None:
+def test_fast_int4_is_within_bf16_roundings_for_few_rows_and_as_declared_for_many(
+    dtype: str, group: int, kernel: int4.Int4Kernel
+) -> None:
     held = getattr(torch, dtype)
     q, scales = random_int4(group, OUT, held)
     program = network(q, scales, dtype)
-    x = torch.randn(FEW_ROWS + 1, IN, generator=torch.Generator().manual_seed(1)).to(held)
+    x = torch.randn(kernel.most_rows + 1, IN, generator=torch.Generator().manual_seed(1)).to(held)
     if dtype == "bfloat16":
         assert torch.equal(run(program, "fast", x), run(program, "declared", x))
     sizes = [Interpreter(program, mode=mode).prepared_bytes for mode in ("fast", "declared")]
     copy = q.numel() * (2 if dtype == "bfloat16" else 4)  # declared keeps fp16 weights in fp32
     assert sizes[0] > q.numel() * 2 + q.numel() / 2 and sizes[1] >= copy  # the kernel's own weights are there
     wide = q.double() * scales.double().repeat_interleave(group, 0)
-    for rows in (x, x[:FEW_ROWS]):
+    for rows in (x, x[: kernel.most_rows]):
         fast, exact = run(program, "fast", rows), rows.double() @ wide
         # Input, scale and weight are each rounded to bf16 (2^-9 at most, relative), independently: far below their sum.
         bound = 3 * 2**-9 * (rows.double().abs() @ wide.abs())

@@ -3,13 +3,12 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
-from typing import cast
 
 import torch
 from torch import Tensor
 
 from pipeline.interpreter.operations.fused import compile_gate
-from pipeline.interpreter.operations.linear import FEW_ROWS, KERNEL_COLUMNS, KERNEL_GROUPS
+from pipeline.interpreter.operations.int4 import pick_int4_kernel
 from pipeline.interpreter.operations.products import fill_rows
 from pipeline.interpreter.operations.site import Kernel, Site
 
@@ -68,10 +67,11 @@ def _compile_product(site: Site, index: int, packed: int, transposed: bool) -> P
         matrix = weight(expert)
         return torch.mm(x.to(inner), matrix.t() if transposed else matrix).to(held)
 
-    few = _compile_few_rows(site, packed) if site.numerics.mode == "fast" and not transposed else None
-    if few is None:
+    found = _compile_few_rows(site, packed) if site.numerics.mode == "fast" and not transposed else None
+    if found is None:
         return product
-    return lambda x, expert: few(x, expert) if len(x) <= FEW_ROWS else product(x, expert)
+    few, most_rows = found
+    return lambda x, expert: few(x, expert) if len(x) <= most_rows else product(x, expert)
 
 
 def _compile_weight(site: Site, index: int, inner: torch.dtype) -> Callable[[int], Tensor]:
@@ -92,30 +92,27 @@ def _compile_weight(site: Site, index: int, inner: torch.dtype) -> Callable[[int
     return lambda expert: wide[expert]
 
 
-def _compile_few_rows(site: Site, index: int) -> Product | None:
-    """torch's INT4 kernel on the packed weights [E, in, out], where it takes them and there is room."""
+def _compile_few_rows(site: Site, index: int) -> tuple[Product, int] | None:
+    """An INT4 kernel on the packed weights [E, in, out], and up to how many rows it is the faster one; None where none
+    takes them or there is no room."""
     if site.optional(index) is None or site.optional(index + 1) is None:
         return None
     _, width, columns = site.spec(index).shape
     group = width // site.spec(index + 1).shape[1]
-    packed, scales = site.constant(index), site.constant(index + 1)
-    if packed is None or scales is None or group not in KERNEL_GROUPS or columns % KERNEL_COLUMNS:
+    packed, scales, kernel = site.constant(index), site.constant(index + 1), pick_int4_kernel(group, columns)
+    if packed is None or scales is None or kernel is None:
         return None
     values, factors = packed, scales
 
     def pack() -> Tensor:
-        convert = torch.ops.aten._convert_weight_to_int4pack_for_cpu
-        return torch.stack([convert((part.t().int() + 8).contiguous(), 1) for part in values])
+        return torch.stack([kernel.pack(part) for part in values])
 
-    def pair() -> Tensor:
-        scale = factors.to(torch.bfloat16)
-        return torch.stack((scale, torch.zeros_like(scale)), dim=-1)
+    def scale() -> Tensor:
+        return torch.stack([kernel.scale(part) for part in factors])
 
-    rows = site.prepare(index, "kernel", values.numel() // 2, pack)
-    pairs = site.prepare(index + 1, "kernel", 4 * values.numel() // group, pair)
+    rows = site.prepare(index, kernel.name, values.numel() // 2, pack)
+    pairs = site.prepare(index + 1, kernel.name, 4 * values.numel() // group, scale)
     if rows is None or pairs is None:
         return None
-    held, multiply = site.numerics.held(site.attribute("type")), torch.ops.aten._weight_int4pack_mm_for_cpu.default
-    return lambda x, expert: cast(
-        Tensor, multiply(x.to(torch.bfloat16).contiguous(), rows[expert], group, pairs[expert]).to(held)
-    )
+    multiply = kernel.multiply(group, site.numerics.held(site.attribute("type")))
+    return (lambda x, expert: multiply(x, rows[expert], pairs[expert])), kernel.most_rows

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable, Sequence
 from dataclasses import replace
 from typing import cast
@@ -9,12 +10,9 @@ from typing import cast
 import torch
 from torch import Tensor
 
+from pipeline.interpreter.operations.int4 import pick_int4_kernel
 from pipeline.interpreter.operations.products import compile_matrix_multiply, steady_rows
 from pipeline.interpreter.operations.site import Kernel, Site
-
-# Rows up to which torch's INT4 kernel beats the product with dequantized weights (it unpacks anew for every few rows,
-# but reads a quarter of the memory): about the same with AVX-512 bf16 and with AMX. And what it takes.
-FEW_ROWS, KERNEL_GROUPS, KERNEL_COLUMNS = 8, (32, 64, 128, 256), 16
 
 
 def compile_linear(site: Site) -> Kernel:
@@ -68,8 +66,8 @@ def compile_linear_int4(site: Site) -> Kernel:
 
 
 def compile_linears_int4(site: Site) -> Kernel:
-    """x [T, in] times several weights side by side. Inputs: x, then of each what linear_int4 takes. Up to FEW_ROWS rows
-    go to torch's INT4 kernel, more to a product with the weights dequantized, for which a 16-bit copy is kept."""
+    """x [T, in] times several weights side by side. Inputs: x, then of each what linear_int4 takes. Few rows go to an
+    INT4 kernel, more to a product with the weights dequantized, for which a 16-bit copy is kept."""
     starts = range(1, len(site.inputs), 3)
     specs = [site.spec(start + 1) for start in starts]
     columns = [spec.shape[1] for spec in specs]
@@ -77,32 +75,28 @@ def compile_linears_int4(site: Site) -> Kernel:
     general = _compile_side_by_side(site, starts, columns)
     packed = [site.constant(start + 1) for start in starts]
     scales = [site.constant(start + 2) for start in starts]
-    if group not in KERNEL_GROUPS or any(count % KERNEL_COLUMNS for count in columns):
+    kernel = pick_int4_kernel(group, math.gcd(*columns))
+    if kernel is None or any(tensor is None for tensor in (*packed, *scales)):
         return general
-    if any(tensor is None for tensor in (*packed, *scales)):
-        return general
 
-    def pack() -> Tensor:  # [out, in], unsigned
-        unsigned = (torch.cat(cast(list[Tensor], packed), dim=1).t().int() + 8).contiguous()
-        return cast(Tensor, torch.ops.aten._convert_weight_to_int4pack_for_cpu(unsigned, 1))
+    def pack() -> Tensor:
+        return kernel.pack(torch.cat(cast(list[Tensor], packed), dim=1))
 
-    def pair() -> Tensor:
-        scale = torch.cat(cast(list[Tensor], scales), dim=1).to(torch.bfloat16)
-        return torch.stack((scale, torch.zeros_like(scale)), dim=-1)
+    def scale() -> Tensor:
+        return kernel.scale(torch.cat(cast(list[Tensor], scales), dim=1))
 
-    held = site.held()
     values = specs[0].shape[0] * sum(columns)
-    rows = site.prepare(2, f"kernel {columns}", values // 2, pack)
-    pairs = site.prepare(3, f"kernel {columns}", 4 * values // group, pair)
-    if rows is None or pairs is None:
+    rows = site.prepare(2, f"{kernel.name} {columns}", values // 2, pack)
+    factors = site.prepare(3, f"{kernel.name} {columns}", 4 * values // group, scale)
+    if rows is None or factors is None:
         return general
-    multiply = torch.ops.aten._weight_int4pack_mm_for_cpu.default
+    multiply, most_rows = kernel.multiply(group, site.held()), kernel.most_rows
 
     def linears(x: Tensor, *weights: Tensor | None) -> tuple[Tensor, ...]:
-        if x.shape[0] > FEW_ROWS:
+        if x.shape[0] > most_rows:
             return cast(tuple[Tensor, ...], general(x, *weights))
-        product = multiply(x.to(torch.bfloat16).contiguous(), rows, group, pairs).to(held)
-        return (product,) if len(columns) == 1 else product.split(columns, dim=1)
+        product = multiply(x, rows, factors)
+        return (product,) if len(columns) == 1 else torch.split(product, columns, dim=1)
 
     return linears
 
