@@ -2,9 +2,17 @@
 
 from __future__ import annotations
 
+from typing import TYPE_CHECKING
+
 import click
 
 from pipeline.cli.options import config_argument, range_options, read_config
+from pipeline.errors import GateError, StoreError
+
+if TYPE_CHECKING:
+    from pathlib import Path
+
+    from pipeline.config.schema import Config
 
 
 @click.command(name="engine")
@@ -30,12 +38,30 @@ def command(
     for note in source.host_notes:  # before hours of work that ends here
         reporter.note(note)
     executor = Executor(config, load_stages(), reporter)
-    made = executor.run(start=start, until=until, force=force)
+    try:
+        made = executor.run(start=start, until=until, force=force)
+    except GateError:
+        _report(config)
+        raise
+    page = _report(config) if "verify" in made else None  # once there is a proof to show
     folder = config.run_folder
     width = max(map(len, made), default=0)
     for stage in made:
         click.echo(f"{stage.ljust(width)}  {folder / stage}")
+    if page is not None:
+        click.echo(f"{'report'.ljust(width)}  {page}")
     outcomes = executor.folder.read()
     if any(outcomes.get(stage, {}).get("state") == "made" for stage in made):  # told once: `plan` says it again
         for note in source.notes:
             click.echo(f"note: {note}", err=True)
+
+
+def _report(config: Config) -> Path | None:
+    """The run's page; None where a folder for reading only takes none: what was asked for is made all the same."""
+    from pipeline.stages.run_report import write_report
+
+    try:
+        return write_report(config)
+    except StoreError as error:
+        click.echo(f"note: no report is written: {error.message}", err=True)
+        return None

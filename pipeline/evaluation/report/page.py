@@ -1,0 +1,219 @@
+"""The report's page: what was measured, put into words and shapes. The template escapes everything from outside."""
+
+from __future__ import annotations
+
+import os
+import uuid
+from collections.abc import Mapping, Sequence
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+import pipeline
+from pipeline.evaluation.report.figures import Plot, plot_checkpoints, plot_experts, plot_linears
+from pipeline.evaluation.report.words import spell_bytes, spell_number, spell_seconds, spell_share
+
+if TYPE_CHECKING:
+    from jinja2 import Environment
+
+HERE = Path(__file__).parent
+TEMPLATE = "report.html.j2"
+VERDICTS = {True: ("pass", "pass"), False: ("fail", "FAIL"), None: ("skip", "off")}
+COLUMNS = ("weights", "perplexity", "ratio", "mean KL", "max KL", "top-1", "top-5", "tasks")
+SECTIONS = ("tiles", "gates", "stages", "sizes", "columns", "checkpoints", "plots", "tables", "samples")
+Document = Mapping[str, Any]
+
+
+def write_comparison(document: Document, path: Path) -> None:
+    """The page of a `compare`. OSError where it cannot be written; the file appears whole or not at all."""
+    rows = document["checkpoints"]
+    context = {
+        "title": f"{len(rows)} checkpoints compared",
+        "subtitle": " · ".join(row["label"] for row in rows),
+        **_describe_quality(document),
+        "tables": _tabulate_tasks(rows),
+    }
+    write_page(context, path)
+
+
+def write_run(document: Document, path: Path) -> None:
+    """The page of a run; `document` is what pipeline/stages/run_report.py gathers."""
+    write_page(describe_run(document), path)
+
+
+def describe_run(document: Document) -> dict[str, Any]:
+    """The template's values for a run."""
+    verification, quantization = document.get("verify") or {}, document.get("quantization") or {}
+    quality = verification.get("quality") or {"checkpoints": [], "samples": []}
+    gates = verification.get("gates", [])
+    described = _describe_quality(quality) if quality["checkpoints"] else {"plots": []}
+    plots: list[Plot | None] = [*described.pop("plots")]
+    if quantization:
+        plots += [plot_linears(quantization.get("linears", {})), plot_experts(quantization.get("experts", {}))]
+    return {
+        "key": document["key"],
+        "title": document["name"],
+        "subtitle": document["subtitle"],
+        "verdict": _judge(gates, document),
+        "tiles": _tiles(document, quality["checkpoints"]),
+        "gates": [_describe_gate(gate) for gate in gates],
+        "stages": _bars([(s["name"], s["seconds"], _describe_stage(s)) for s in document["stages"]]),
+        "sizes": _bars([(s["name"], s["bytes"], spell_bytes(s["bytes"])) for s in document["sizes"]]),
+        **described,
+        "plots": [plot for plot in plots if plot],
+        "tables": [*_tabulate_tasks(quality["checkpoints"]), *_tabulate_network(verification)],
+    }
+
+
+def write_page(context: Mapping[str, Any], path: Path) -> None:
+    text = (
+        _environment()
+        .get_template(TEMPLATE)
+        .render(
+            {
+                **dict.fromkeys(SECTIONS, ()),
+                "key": "",
+                "subtitle": "",
+                "verdict": None,
+                "style": (HERE / "style.css").read_text(encoding="utf-8"),
+                "footer": f"trtseek {pipeline.__version__}. All of this was computed on a CPU.",
+                **context,
+            }
+        )
+    )
+    path.parent.mkdir(parents=True, exist_ok=True)
+    draft = path.with_name(f".{path.name}-{uuid.uuid4().hex}")
+    try:
+        draft.write_text(text, encoding="utf-8")
+        os.replace(draft, path)
+    finally:
+        draft.unlink(missing_ok=True)
+
+
+def _environment() -> Environment:
+    from jinja2 import Environment, FileSystemLoader, StrictUndefined
+    from markupsafe import Markup
+
+    environment = Environment(
+        loader=FileSystemLoader(HERE), autoescape=True, undefined=StrictUndefined, trim_blocks=True, lstrip_blocks=True
+    )
+    # Our own style sheet and matplotlib's markup, the only values that are not text.
+    environment.filters["markup"] = Markup
+    return environment
+
+
+def _describe_quality(document: Document) -> dict[str, Any]:
+    rows = document["checkpoints"]
+    return {
+        "tokens": rows[0]["tokens"],
+        "columns": [name for name in COLUMNS if name != "tasks" or rows[0]["accuracy"]],
+        "checkpoints": [{"label": row["label"], "cells": _describe_row(row)} for row in rows],
+        "plots": plot_checkpoints(rows),
+        "samples": [_describe_sample(sample) for sample in document["samples"]],
+    }
+
+
+def _describe_row(row: Document) -> list[str]:
+    cells = [
+        spell_bytes(row["bytes"]),
+        spell_number(row["perplexity"], ".3f"),
+        spell_number(row["perplexity_ratio"], ".4f"),
+        spell_number(row["mean_kl"], ".3g"),
+        spell_number(row["max_kl"], ".3g"),
+        spell_share(row["top1_agreement"]),
+        spell_share(row["top5_overlap"]),
+    ]
+    return cells + ([spell_share(row["accuracy"]["accuracy"])] if row["accuracy"] else [])
+
+
+def _describe_sample(sample: Document) -> dict[str, Any]:
+    versions = [{**version, "rest": version["text"][len(version["agreed"]) :]} for version in sample["continuations"]]
+    return {"kl": spell_number(sample["kl"], ".3g"), "prompt": sample["prompt"], "continuations": versions}
+
+
+def _describe_gate(gate: Document) -> dict[str, str]:
+    kind, verdict = VERDICTS[gate["passed"]]
+    bound = "none" if gate["bound"] is None else f"{gate['relation']} {spell_number(gate['bound'], '.3g')}"
+    value = "not measured" if gate["value"] is None else spell_number(gate["value"], ".4g")
+    blame = gate["blame"] if gate["passed"] is False else ""
+    return {
+        "name": gate["name"],
+        "kind": kind,
+        "verdict": verdict,
+        "value": value,
+        "bound": bound.replace("<=", "≤").replace(">=", "≥"),
+        "meaning": gate["meaning"],
+        "blame": blame,
+    }
+
+
+def _judge(gates: Sequence[Document], document: Document) -> dict[str, str]:
+    failed = [gate["name"] for gate in gates if gate["passed"] is False]
+    if failed:
+        return {"kind": "fail", "text": f"{len(failed)} of {len(gates)} gates failed: {', '.join(failed)}"}
+    if not gates:
+        return {"kind": "skip", "text": "not verified"}
+    passed = sum(gate["passed"] is True for gate in gates)
+    complete = "" if document["complete"] else "; the run is not complete"
+    return {"kind": "pass", "text": f"{passed} gates passed, {len(gates) - passed} off{complete}"}
+
+
+def _tiles(document: Document, rows: Sequence[Document]) -> list[dict[str, str]]:
+    tiles = []
+    if document["ratio"] is not None:
+        tiles.append({"value": spell_share(document["ratio"]), "name": "of the linears' 16-bit size"})
+    if len(rows) > 1:
+        last = rows[-1]
+        tiles += [
+            {"value": spell_number(last["perplexity_ratio"], ".4f"), "name": "perplexity over the original's"},
+            {"value": spell_number(last["mean_kl"], ".3g"), "name": "mean KL, nats"},
+            {"value": spell_share(last["top1_agreement"]), "name": "same most likely token"},
+        ]
+    seconds = sum(stage["seconds"] for stage in document["stages"])
+    return [*tiles, {"value": spell_seconds(seconds), "name": "for all stages"}]
+
+
+def _describe_stage(stage: Document) -> str:
+    size = f", {spell_bytes(stage['bytes'])}" if stage["bytes"] else ""
+    return f"{spell_seconds(stage['seconds'])}{size}" + (f" ({stage['state']})" if stage["state"] else "")
+
+
+def _bars(rows: Sequence[tuple[str, float, str]]) -> list[dict[str, Any]]:
+    largest = max((value for _, value, _ in rows), default=0) or 1
+    return [{"name": name, "percent": 100 * value / largest, "text": text} for name, value, text in rows]
+
+
+def _tabulate_tasks(rows: Sequence[Document]) -> list[dict[str, Any]]:
+    if not rows or not rows[0]["accuracy"]:
+        return []
+    names = list(rows[0]["accuracy"]["tasks"])
+    lines = [
+        [
+            name,
+            rows[0]["accuracy"]["tasks"][name]["items"],
+            *(_describe_task(row["accuracy"]["tasks"][name]) for row in rows),
+        ]
+        for name in names
+    ]
+    note = "solved, and solved by mean log-likelihood per token"
+    columns = ["task", "items", *(row["label"] for row in rows)]
+    return [{"title": "Tasks", "note": note, "columns": columns, "rows": lines}]
+
+
+def _describe_task(task: Document) -> str:
+    return f"{spell_share(task['accuracy'])} / {spell_share(task['accuracy_normalised'])}"
+
+
+def _tabulate_network(verification: Document) -> list[dict[str, Any]]:
+    network = verification.get("network")
+    if not network:
+        return []
+    errors = zip(network["layer_errors"], network["declared_layer_errors"], strict=True)
+    rows = [
+        [i, spell_number(exact, ".2e"), spell_number(declared, ".2e")] for i, (exact, declared) in enumerate(errors)
+    ]
+    note = (
+        f"{network['positions']} positions in {network['steps']} steps of the network that is compiled, executed "
+        f"on the CPU; {network['left_out']} left out for a near-tied router"
+    )
+    columns = ["layer", "largest difference, fp32", "median error, declared types"]
+    return [{"title": "The network against transformers", "note": note, "columns": columns, "rows": rows}]

@@ -1,0 +1,113 @@
+"""What a run's folder holds, gathered for the report; and `report.html` beside its links.
+
+The page is no stage's output: it tells of times, which differ from run to run, and of stages that failed. It carries a
+key made of what it shows, so that it is written again only when that changed.
+"""
+
+from __future__ import annotations
+
+import json
+from contextlib import suppress
+from typing import TYPE_CHECKING, Any
+
+from pipeline.digest import digest_json
+from pipeline.stages.artifact import DamagedError, read_marker
+from pipeline.stages.graph import NAMES
+from pipeline.stages.run_folder import RunFolder
+
+if TYPE_CHECKING:
+    from pathlib import Path
+
+    from pipeline.config.schema import Config
+
+PAGE = "report.html"
+VERSION = 1  # of the page; one of another version is written again
+DOCUMENTS = {"verify": "verify.json", "quantize": "quantization.json"}
+
+
+def write_report(config: Config, path: Path | None = None) -> Path | None:
+    """Writes the page, unless the one there shows the same, and returns its path; None where nothing was made yet."""
+    from pipeline.stages.disk import explain_disk_errors
+
+    target = path or config.run_folder / PAGE
+    document = gather(config)
+    if not document["stages"]:
+        return None
+    if not _is_current(target, document["key"]):
+        from pipeline.evaluation.report.page import write_run
+
+        with explain_disk_errors(target.parent):
+            write_run(document, target)
+    return target
+
+
+def gather(config: Config) -> dict[str, Any]:
+    """Stages with times and sizes, and the JSON of those that say more. A failed verify stage counts: it has a report,
+    too."""
+    folder = config.run_folder
+    records = RunFolder(folder).read()
+    stages, sizes, prints = [], [], []
+    if (source := _measure_source(config)) is not None:
+        sizes.append({"name": "source", "bytes": source})
+    for name in NAMES:
+        place, failed = folder / name, folder / f"{name}.failed"
+        entry = records.get(name, {})
+        try:
+            artifact = read_marker(place)
+        except (OSError, DamagedError):
+            if failed.exists() and entry:
+                stages.append({"name": name, "seconds": entry["seconds"], "bytes": 0, "state": "failed"})
+                prints.append([name, "failed", entry["fingerprint"], entry["seconds"]])
+            continue
+        stages.append({"name": name, "seconds": artifact.seconds, "bytes": artifact.nbytes, "state": ""})
+        prints.append([name, artifact.fingerprint, artifact.content, artifact.seconds])
+        if name in SIZED:
+            sizes.append({"name": SIZED[name], "bytes": _measure(artifact.files, name)})
+    documents = {name: _read(folder, name, file) for name, file in DOCUMENTS.items()}
+    return {
+        "key": digest_json([VERSION, config.name, prints]),
+        "name": config.name,
+        "subtitle": f"{config.model.path.name} for {config.target.gpu} with {config.target.backend}",
+        "stages": stages,
+        "sizes": sizes,
+        "complete": bool(stages) and stages[-1]["name"] == NAMES[-1] and not stages[-1]["state"],
+        "ratio": _ratio(documents["quantize"]),
+        "verify": documents["verify"],
+        "quantization": documents["quantize"],
+    }
+
+
+# Stage -> what of it has a size worth a bar; the suffixes of its files.
+SIZED = {"convert": "16-bit weights", "quantize": "quantized weights", "build": "engine"}
+SUFFIXES = {"convert": ".safetensors", "quantize": ".safetensors", "build": ".engine"}
+
+
+def _measure(files: Any, stage: str) -> int:
+    return sum(record.size for name, record in files.items() if name.endswith(SUFFIXES[stage]))
+
+
+def _measure_source(config: Config) -> int | None:
+    with suppress(OSError):
+        shards = [file.stat().st_size for file in config.model.path.iterdir() if file.suffix == ".safetensors"]
+        return sum(shards) or None
+    return None
+
+
+def _read(folder: Path, stage: str, name: str) -> Any:
+    for place in (folder / stage, folder / f"{stage}.failed"):
+        with suppress(OSError, ValueError):
+            return json.loads((place / name).read_text(encoding="utf-8"))
+    return None
+
+
+def _ratio(quantization: Any) -> float | None:
+    """Of the linears that were quantized, their size now over what it was."""
+    if not quantization or not quantization.get("bytes_before"):
+        return None
+    return float(quantization["bytes_after"]) / float(quantization["bytes_before"])
+
+
+def _is_current(path: Path, key: str) -> bool:
+    with suppress(OSError, UnicodeDecodeError), open(path, encoding="utf-8") as file:
+        return f'name="trtseek-report" content="{key}"' in file.read(2048)
+    return False
