@@ -29,7 +29,7 @@ os.environ.setdefault("GOMP_SPINCOUNT", "0")
 
 VERBS = (
     *("engine", "serve", "query", "plan", "status", "validate", "inspect"),
-    *("verify", "compare", "export", "refit", "explain", "diff", "gc", "doctor", "schema"),
+    *("verify", "compare", "report", "export", "refit", "explain", "diff", "gc", "doctor", "schema"),
 )
 
 # These end before there is garbage to speak of: collecting it would take a fifth of their time on the largest models.

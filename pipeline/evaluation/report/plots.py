@@ -21,7 +21,7 @@ INK, GRID = "#010203", "#010204"
 SERIES = ("#010205", "#010206", "#010207", "#010208", "#010209", "#01020a")
 CSS = {INK: "currentColor", GRID: "var(--grid)"} | {stand_in: f"var(--c{i})" for i, stand_in in enumerate(SERIES, 1)}
 WIDTH = 5.0  # inches: 360 points, so that 10-point text can be read on a page of 360 pixels
-STYLE = {
+STYLE: dict[Any, Any] = {
     "svg.fonttype": "none",
     "svg.hashsalt": "trtseek",
     "font.family": "sans-serif",
@@ -81,8 +81,9 @@ def plot_heat_map(
     height = max(1.9, 1.0 + 0.28 * len(rows))
     figure, axes = _open(min(height, 6.0))
     with _style():
-        grid = np.ma.masked_invalid(np.array([[_number(v) for v in row] for row in values], dtype=float))
-        mesh = axes.pcolormesh(grid, cmap="cividis_r", edgecolors="face", linewidth=0.3)
+        grid = np.array([[_number(v) for v in row] for row in values], dtype=float)
+        masked = np.ma.array(grid, mask=~np.isfinite(grid))
+        mesh = axes.pcolormesh(masked, cmap="cividis_r", edgecolors="face", linewidth=0.3)
         axes.invert_yaxis()
         axes.grid(False)
         _name_cells(axes.set_yticks, rows, most=24)
@@ -90,7 +91,7 @@ def plot_heat_map(
         axes.set_xlabel(x_label)
         colour_bar = figure.colorbar(mesh, ax=axes, pad=0.02, fraction=0.05)
         colour_bar.set_label(bar)
-        colour_bar.outline.set_visible(False)  # type: ignore[operator]
+        colour_bar.outline.set_visible(False)
         return _to_svg(figure, f"heat map: {bar} by {x_label}")
 
 
