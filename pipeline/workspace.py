@@ -160,3 +160,23 @@ def flush(path: Path) -> None:
             raise
     finally:
         os.close(descriptor)
+
+
+class NestedWorkspace:
+    """A folder within another workspace, whose journal records its steps under the folder's name."""
+
+    def __init__(self, outer: Workspace, name: str) -> None:
+        self.outer, self.name, self.path = outer, name, outer.path / name
+        self.path.mkdir(exist_ok=True)
+
+    def is_done(self, step: str) -> bool:
+        return self.outer.is_done(f"{self.name}/{step}")
+
+    def finish(self, step: str, files: Sequence[Path]) -> None:
+        self.outer.finish(f"{self.name}/{step}", files)
+
+    def require(self, nbytes: int) -> None:
+        self.outer.require(nbytes)
+
+    def recognise(self, file: Path, digest: str) -> None:
+        self.outer.recognise(file, digest)

@@ -29,6 +29,7 @@ os.environ.setdefault("GOMP_SPINCOUNT", "0")
 
 VERBS = (
     *("engine", "serve", "query", "plan", "status", "validate", "inspect"),
+    *("sensitivity", "recipe"),
     *("verify", "compare", "report", "export", "refit", "explain", "diff", "gc", "doctor", "schema"),
 )
 

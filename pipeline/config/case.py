@@ -27,7 +27,7 @@ STATIC_ROPES = ("default", "linear", "yarn", "llama3")
 class LinearKind:
     """A kind of weight matrix of the engine checkpoint: `count` of one role and shape, that differ in layer and expert.
 
-    `name` is one of theirs, without `.weight`; `decision` is what becomes of them.
+    `name` is one of theirs, without `.weight`; `decision` is what becomes of them, `wanted` the group asked for.
     """
 
     name: str
@@ -36,6 +36,7 @@ class LinearKind:
     in_features: int
     count: int = 1
     decision: Decision | str = ""
+    wanted: int = 0
 
     @property
     def group(self) -> int | None:
@@ -116,7 +117,7 @@ class Case:
         if not rules.methods:
             return ()
         return tuple(
-            _describe(kind, first, count, fit(method, kind.first.target_shape, group_size))
+            _describe(kind, first, count, fit(method, kind.first.target_shape, group_size), group_size)
             for kind in self.kinds
             for (method, group_size), (first, count) in rules.wishes(kind).items()
         )
@@ -127,7 +128,7 @@ class Case:
         return any(find(name) is not None for kind in self.kinds for name in kind.names())
 
 
-def _describe(kind: Kind, name: str, count: int, decision: Decision | str = "") -> LinearKind:
+def _describe(kind: Kind, name: str, count: int, decision: Decision | str = "", wanted: int = 0) -> LinearKind:
     rows, columns = kind.first.target_shape
     return LinearKind(
         name=name.removesuffix(".weight"),
@@ -136,4 +137,5 @@ def _describe(kind: Kind, name: str, count: int, decision: Decision | str = "") 
         in_features=columns,
         count=count,
         decision=decision,
+        wanted=wanted,
     )

@@ -7,6 +7,7 @@ from typing import TYPE_CHECKING
 
 from pipeline.config.case import Case
 from pipeline.config.notes import NOTES, UNBUILT
+from pipeline.config.recipe_rules import RECIPE_RULES
 from pipeline.config.rules import RULES, Rule
 from pipeline.errors import CompatibilityError
 
@@ -24,7 +25,7 @@ def check_compatibility(
     `tensors` are the source checkpoint's headers. Raises CompatibilityError: each broken rule's reason and way out.
     """
     case = Case(config=config, architecture=architecture, tensors=tensors)
-    _refuse(RULES, case)
+    _refuse((*RULES, *RECIPE_RULES), case)
     notes = (rule.find(case) for rule in (*NOTES, *UNBUILT))
     return tuple(note for note in notes if note)
 

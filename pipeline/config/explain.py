@@ -95,8 +95,9 @@ def _suggest_key(path: tuple[str | int, ...]) -> str:
     if near := difflib.get_close_matches(str(wrong), siblings, n=1):
         return f"did you mean {'.'.join(map(str, [*above, near[0]]))}?"
     everywhere = {key: ".".join(key) for key in _list_keys(Config)}
-    if found := [text for key, text in everywhere.items() if key[-1] == wrong]:
-        return f"did you mean {' or '.join(found)}?"
+    if found := [key for key in everywhere if key[-1] == wrong]:
+        nearest = [everywhere[key] for key in found if len(key) == min(map(len, found))]
+        return f"did you mean {' or '.join(nearest)}?"
     return f"known here: {', '.join(siblings)}"
 
 

@@ -12,6 +12,7 @@ from pydantic import ValidationError
 
 from pipeline.config.document import Located, Origin, parse, read_document
 from pipeline.config.explain import explain
+from pipeline.config.recipe_file import expand_recipe
 from pipeline.config.schema import Config
 from pipeline.errors import ConfigError
 
@@ -32,6 +33,7 @@ def load_config(path: str | Path, overrides: Sequence[str] = ()) -> Config:
     tree = _Composer().read(file, ())
     for override in overrides:
         tree = tree.merge(_parse_override(override, tree))
+    tree = expand_recipe(tree, _show)
     if "name" not in tree.value:
         tree.value["name"] = Located(file.stem, Origin(_show(file), 1))
     try:

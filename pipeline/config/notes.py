@@ -14,14 +14,14 @@ def _note_backend(case: Case) -> str | None:
 
 
 def _note_smaller_groups(case: Case) -> str | None:
-    wanted = case.quantize.group_size
     groups: Counter[tuple[str, int | None]] = Counter()
     for linear in case.chosen:
-        if isinstance(linear.decision, str) or (linear.group and linear.group < wanted):
+        if isinstance(linear.decision, str) or (linear.group and linear.group < linear.wanted):
             groups[re.sub(r"\b\d+\b", "*", linear.name), linear.group] += linear.count
     texts = [
         f"{name} ({n}x): {f'groups of {group}' if group else 'stays 16-bit'}" for (name, group), n in groups.items()
     ]
+    wanted = ", ".join(sorted({str(linear.wanted) for linear in case.chosen}))
     return f"group size {wanted} does not divide every input: {'; '.join(texts)}" if texts else None
 
 
@@ -60,12 +60,23 @@ def _note_stripped(case: Case) -> str | None:
     return "the engine is built without weights: `trtseek refit` brings them on the GPU host, before it is served"
 
 
+def _note_unsolved(case: Case) -> str | None:
+    q = case.quantize
+    if not q.recipe.auto:
+        return None
+    return (
+        f"the recipe is solved when quantize runs; until then sizes are counted as if every linear became {q.method} "
+        f"in groups of {q.group_size} (`trtseek recipe` writes a recipe that is counted)"
+    )
+
+
 NOTES: tuple[Rule, ...] = (
     Rule("backend_of_gpu", "target.backend", _note_backend, ""),
     Rule("weights_come_later", "stages.build.weights", _note_stripped, ""),
     Rule("fp8_saves_memory", "stages.convert.dtype", _note_fp8_blocks, ""),
     Rule("made_blocks_save_memory", "stages.quantize.method", _note_made_blocks, ""),
     Rule("cache_stays_wide", "stages.quantize.kv_cache", _note_cache_scales, ""),
+    Rule("recipe_comes_later", "stages.quantize.recipe", _note_unsolved, ""),
     Rule("smaller_groups", "stages.quantize.group_size", _note_smaller_groups, ""),
 )
 

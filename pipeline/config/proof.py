@@ -7,7 +7,7 @@ from typing import Annotated, Literal, Self
 
 from pydantic import Field, model_validator
 
-from pipeline.config.settings import Positive, Ratio, Section
+from pipeline.config.section import Positive, Ratio, Section
 
 
 class HeldOut(Section):

@@ -15,15 +15,14 @@ from pydantic_core import PydanticCustomError
 
 from pipeline.config.gpus import GPU, find_gpu, load_gpus
 from pipeline.config.proof import Context, Continuations, Gates, HeldOut, Verify
+from pipeline.config.section import Positive, Section
 from pipeline.config.settings import (
     Build,
     Calibration,
     Convert,
     GenerationProfile,
     Package,
-    Positive,
     Quantize,
-    Section,
 )
 from pipeline.errors import ConfigError
 

@@ -5,22 +5,16 @@ from __future__ import annotations
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any, Literal
 
-from pydantic import BaseModel, BeforeValidator, ConfigDict, Field
+from pydantic import BeforeValidator, Field
 
+from pipeline.config.recipe import Budget, Method, Recipe, Sensitivity, allow_short_forms
+from pipeline.config.section import Positive, Ratio, Section
 from pipeline.quantization.selection import GroupSize, Role, Rules
 
 if TYPE_CHECKING:
     from pipeline.engine.limits import BuildLimits
 
 Dtype = Literal["float16", "bfloat16", "float32"]
-Positive = Annotated[int, Field(ge=1, le=2**31 - 1)]
-Ratio = Annotated[float, Field(gt=0)]
-
-
-class Section(BaseModel):
-    """What all parts of a config share: frozen, strict, no unknown keys."""
-
-    model_config = ConfigDict(frozen=True, extra="forbid", strict=True, allow_inf_nan=False)
 
 
 class Convert(Section):
@@ -76,12 +70,13 @@ class Calibration(Section):
 class Quantize(Section):
     """16-bit weights to INT4 in groups along the input dimension, to FP8 or to INT8."""
 
-    method: Literal["awq", "rtn", "fp8", "fp8_blocks", "int8", "smoothquant", "none"] = Field(
+    method: Method = Field(
         default="awq",
-        description="INT4 weights: awq, activation-aware scale search (arXiv 2306.00978); rtn, round to nearest. fp8: "
-        "E4M3 weights and inputs, one static scale each (from SM89 on). fp8_blocks: E4M3 weights in 128 x 128 blocks; "
-        "saves memory, not time. int8: weights alone, a scale per output channel. smoothquant: INT8 weights and "
-        "inputs (arXiv 2211.10438). none: stay 16-bit.",
+        description="INT4 weights: awq, activation-aware scale search (arXiv 2306.00978); gptq, rounding that makes "
+        "up for its own errors (arXiv 2210.17323); awq_gptq, both; rtn, round to nearest. fp8: E4M3 weights and "
+        "inputs, one static scale each (from SM89 on). fp8_blocks: E4M3 weights in 128 x 128 blocks; saves memory, not "
+        "time. int8: weights alone, a scale per output channel. smoothquant: INT8 weights and inputs (arXiv "
+        "2211.10438). none: stay 16-bit.",
     )
     kv_cache: Literal["none", "fp8", "int8"] = Field(
         default="none",
@@ -99,20 +94,34 @@ class Quantize(Section):
     exclude: tuple[str, ...] = Field(
         default=(), description="Shell patterns of engine linears that stay 16-bit, e.g. transformer.layers.0.*"
     )
-    calibration: Calibration = Field(default=Calibration(), description="What AWQ measures activations on.")
+    calibration: Calibration = Field(default=Calibration(), description="What methods measure activations on.")
     unrouted_experts: Literal["round_to_nearest", "error", "share_scale"] = Field(
         default="round_to_nearest",
         description="Experts that calibration gave fewer than 32 tokens: quantize without a search, stop, or take the "
         "layer's.",
     )
     clip: bool = Field(
-        default=True, description="awq: also search a clipping range for each group, as AWQ's authors do."
+        default=True, description="awq, gptq: also search each group's range, by its own share of the output error."
     )
+
+    recipe: Recipe = Field(
+        default=Recipe(),
+        description="Mixed precision: a file of rows, auto (solved for the budget), or rows.",
+        json_schema_extra=allow_short_forms,
+    )
+    budget: Budget | None = Field(default=None, description="What recipe: auto solves for.")
+    sensitivity: Sensitivity = Field(default=Sensitivity(), description="How recipe: auto measures.")
 
     @property
     def rules(self) -> Rules:
-        """What becomes of each linear."""
-        return Rules(method=self.method, include=self.include, exclude=self.exclude, group_size=self.group_size)
+        """What becomes of each linear; of recipe: auto, what becomes of it where there is no recipe yet."""
+        return Rules(
+            method=self.method,
+            include=self.include,
+            exclude=self.exclude,
+            group_size=self.group_size,
+            recipe=tuple(row.override for row in self.recipe.rows),
+        )
 
     @property
     def applies(self) -> bool:
@@ -122,7 +131,7 @@ class Quantize(Section):
     @property
     def measures(self) -> bool:
         """Whether a method looks at activations, and so at calibration text."""
-        return self.rules.measures or (self.applies and self.kv_cache != "none")
+        return self.rules.measures or (self.applies and (self.kv_cache != "none" or self.recipe.auto))
 
 
 class GenerationProfile(Section):

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass
 from functools import cached_property
 from pathlib import Path
 from typing import TYPE_CHECKING
@@ -23,18 +22,10 @@ if TYPE_CHECKING:
     from pipeline.checkpoint.folder import CheckpointFolder
     from pipeline.checkpoint.tensors import TensorSource
     from pipeline.quantization.documents import CalibrationFile
+    from pipeline.quantization.options import Effort
     from pipeline.workspace import Workspace
 
 FOLDER = "sensitivity"
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class Effort:
-    """`samples` pieces of text of `length` tokens, and `draws` tokens drawn at each position for the gradients."""
-
-    samples: int = 32
-    length: int = 128
-    draws: int = 2
 
 
 class Propagation:

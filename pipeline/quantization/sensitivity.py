@@ -21,12 +21,13 @@ import torch
 from pipeline.checkpoint.engine_config import read_own_key
 from pipeline.progress import SILENT, Progress
 from pipeline.quantization import calibration
+from pipeline.quantization.options import Candidate, Effort
 from pipeline.quantization.overlay import Overlay, lay_over
-from pipeline.quantization.propagation import FOLDER, Effort, Propagation
+from pipeline.quantization.propagation import FOLDER, Propagation
 from pipeline.quantization.scale_groups import scale_groups
 from pipeline.quantization.selection import FORMATS, METHODS
 from pipeline.quantization.shard import model_dtype
-from pipeline.quantization.units import Candidate, Unit, list_units
+from pipeline.quantization.units import Unit, list_units
 
 if TYPE_CHECKING:
     from pathlib import Path
@@ -35,6 +36,7 @@ if TYPE_CHECKING:
     from pipeline.quantization.capture import Captured
     from pipeline.quantization.hidden_states import HiddenStates
     from pipeline.quantization.rules import Linear
+    from pipeline.quantization.scale_groups import ScaleGroup
     from pipeline.quantization.settings import QuantizeSettings
     from pipeline.workspace import Workspace
 
@@ -137,6 +139,7 @@ class _Run:
                         "patterns": unit.patterns,
                         "weights": unit.weights,
                         "bytes": unit.weights * self.dtype.itemsize,
+                        "vector_bytes": self._count_vectors(unit),
                         "candidates": {row["candidate"]: _figures(row) for row in own},
                     }
                 )
@@ -151,6 +154,23 @@ class _Run:
             "layers": layers,
             "units": units,
         }
+
+    def _count_vectors(self, unit: Unit) -> int:
+        """Bytes of the vectors that a scale is kept in which no tensor before the unit's linears can take up."""
+        names = {linear.name: linear.shape[1] for linear in unit.linears}
+        return self.dtype.itemsize * sum(
+            names[name]
+            for group in self._groups(unit.layer)
+            if group.fold is None
+            for name in group.linears
+            if name in names
+        )
+
+    def _groups(self, layer: int) -> list[ScaleGroup]:
+        names = {linear.name for unit in self.units[layer] for linear in unit.linears}
+        prefix = f"transformer.layers.{layer}."
+        present = {name.removesuffix(".weight") for name in self.source.tensors if name.startswith(prefix)}
+        return scale_groups(self.source.architecture, layer, present, names)
 
     def _list_variants(self, layer: int) -> list[tuple[Unit | None, Candidate, Mapping[str, Linear]]]:
         """Each unit by itself under each candidate that makes a difference; the whole layer under the first."""
@@ -172,11 +192,7 @@ class _Run:
         methods = {candidate.method for candidate in self.candidates}
         if not any(METHODS[method].measures for method in methods):
             return None
-        names = {linear.name for unit in self.units[layer] for linear in unit.linears}
-        prefix = f"transformer.layers.{layer}."
-        present = {name.removesuffix(".weight") for name in self.source.tensors if name.startswith(prefix)}
-        groups = scale_groups(self.source.architecture, layer, present, names)
-        return self.propagation.capture(layer, sorted({group.seen_at for group in groups}))
+        return self.propagation.capture(layer, sorted({group.seen_at for group in self._groups(layer)}))
 
     def _lay_over(self, layer: int, linears: Mapping[str, Linear], captured: Captured | None) -> Overlay:
         return lay_over(

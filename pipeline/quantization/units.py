@@ -11,32 +11,16 @@ from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING
 
 from pipeline.checkpoint.layouts import layout_for
+from pipeline.quantization.options import Candidate
 from pipeline.quantization.rules import Linear, choose_linears
 from pipeline.quantization.scale_groups import scale_groups
-from pipeline.quantization.selection import FORMATS, GROUP_SIZES, METHODS, Decision, Rules, fit
+from pipeline.quantization.selection import GROUP_SIZES, Decision, Rules, fit
 
 if TYPE_CHECKING:
     from pipeline.checkpoint.architecture import Architecture
     from pipeline.checkpoint.tensors import TensorInfo
 
 EXPERTS = "mlp.experts"
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class Candidate:
-    """A way to store a unit: a key of METHODS or "none", and the group asked for of a grouped format."""
-
-    method: str
-    group_size: int | None = None
-
-    @property
-    def name(self) -> str:
-        return self.method if self.group_size is None else f"{self.method}/{self.group_size}"
-
-    @staticmethod
-    def parse(name: str) -> Candidate:
-        method, _, size = name.partition("/")
-        return Candidate(method=method, group_size=int(size) if size else None)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -98,29 +82,3 @@ def _place(layer: int, linears: Sequence[Linear]) -> str:
         return EXPERTS
     first, *others = (linear.name.removeprefix(f"transformer.layers.{layer}.") for linear in linears)
     return "+".join([first, *(name.rpartition(".")[2] for name in others)])
-
-
-def list_candidates(rules: Rules, formats: Sequence[str], *, search: bool) -> list[Candidate]:
-    """The config's own method and group first, then each format of `formats` (keys of FORMATS) by one method and in
-    each group size; "none" is always one and costs nothing.
-
-    With `search` a method that measures does what it does; without, one that only rounds stands in for it where there
-    is one for the same format, and says as much about where errors hurt at a fraction of the time.
-    """
-    found: dict[Candidate, None] = {}
-    own = METHODS[rules.method].format if rules.method in METHODS else None
-    if own is not None:
-        group = rules.group_size if FORMATS[own].grouped else None
-        found[Candidate(method=rules.method if search else stand_in(rules.method), group_size=group)] = None
-    for name in formats:
-        method = rules.method if name == own else next(m for m, row in METHODS.items() if row.format == name)
-        method = method if search else stand_in(method)
-        for size in GROUP_SIZES if FORMATS[name].grouped else (None,):
-            found[Candidate(method=method, group_size=size)] = None
-    return list(found)
-
-
-def stand_in(method: str) -> str:
-    """The method that only rounds to the format of `method`; itself where there is none."""
-    row = METHODS[method]
-    return next((m for m, other in METHODS.items() if other.format == row.format and not other.measures), method)

@@ -12,6 +12,7 @@ from pipeline.config.case import Case
 from pipeline.config.compatibility import check_buildable, check_compatibility
 from pipeline.config.load import load_config
 from pipeline.config.notes import NOTES, UNBUILT
+from pipeline.config.recipe_rules import RECIPE_RULES
 from pipeline.config.rules import RULES
 from pipeline.config.schema import Config
 from pipeline.errors import CompatibilityError
@@ -73,12 +74,30 @@ def make_case(settings=None, model=CODER, tensors=(), **changes):
 
 
 def find(name, case):
-    rules = {rule.name: rule for rule in (*RULES, *NOTES, *UNBUILT)}
+    rules = {rule.name: rule for rule in (*RULES, *RECIPE_RULES, *NOTES, *UNBUILT)}
     return rules[name].find(case)
 
 
 # rule, broken settings, settings that keep it, a piece of the message
+AUTO = {"stages.quantize.recipe": {"auto": True}, "stages.quantize.budget": {"kl": 0.02}}
+ROW = {"pattern": "*.attention.dense", "method": "int8"}
 SETTINGS = [
+    ("recipe_comes_later", AUTO, {}, "as if every linear became awq in groups of 128"),
+    (
+        "recipe_matches",
+        {"stages.quantize.recipe": {"rows": [ROW, {**ROW, "pattern": "*.mpl.fc"}]}},
+        {"stages.quantize.recipe": {"rows": [ROW]}},
+        "*.mpl.fc matches no linear",
+    ),
+    ("auto_has_budget", {"stages.quantize.recipe": {"auto": True}}, AUTO, "nothing to solve for"),
+    ("auto_has_method", {**AUTO, "stages.quantize.method": "none"}, AUTO, "which is none"),
+    ("auto_or_rows", {**AUTO, "stages.quantize.recipe": {"auto": True, "rows": [ROW]}}, AUTO, "there are rows"),
+    (
+        "choices_fit_gpu",
+        {**AUTO, "stages.quantize.sensitivity": {"formats": ["int4", "fp8_blocks"]}},
+        {**AUTO, "stages.quantize.sensitivity": {"formats": ["int4", "fp8_blocks"]}, "target.gpu": "L4"},
+        "fp8_blocks needs FP8 tensor cores",
+    ),
     ("sm_of_backend", {"target.gpu": "H100"}, {"target.gpu": "L4"}, "SM90"),
     ("sm_of_backend", {"target.gpu": "B200"}, {"target.gpu": "B200", "target.backend": "tensorrt"}, "SM100"),
     ("fp8_needs_sm89", {"stages.quantize.method": "fp8"}, {"stages.quantize.method": "awq"}, "A100-80GB is SM80"),
@@ -250,11 +269,11 @@ def test_models(rule, settings, broken, kept, message):
 
 def test_every_rule_has_a_test():
     tested = {row[0] for row in (*SETTINGS, *MODELS)} | {"backend_of_gpu", "smaller_groups", "fp8_saves_memory"}
-    assert tested == {rule.name for rule in (*RULES, *NOTES, *UNBUILT)}
+    assert tested == {rule.name for rule in (*RULES, *RECIPE_RULES, *NOTES, *UNBUILT)}
 
 
 def test_every_rule_points_at_a_setting():
-    for rule in (*RULES, *NOTES, *UNBUILT):
+    for rule in (*RULES, *RECIPE_RULES, *NOTES, *UNBUILT):
         section = Config
         for part in rule.key.split("."):
             section = section.model_fields[part].annotation if isinstance(section, type) else None
@@ -335,6 +354,11 @@ def test_smaller_groups_are_reported_per_linear():
     note = find("smaller_groups", make_case(model=V2_LITE))
     assert note == ("group size 128 does not divide every input: transformer.layers.*.mlp.proj (1x): groups of 64")
     assert find("smaller_groups", make_case()) is None
+
+
+def test_groups_that_a_recipe_asks_for_are_no_news():
+    rows = [{"pattern": "*.mlp.fc", "method": "rtn", "group_size": 32}]
+    assert find("smaller_groups", make_case({"stages.quantize.recipe": {"rows": rows}})) is None
 
 
 def test_a_linear_that_no_group_divides_stays_16_bit():

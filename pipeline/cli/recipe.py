@@ -1,0 +1,76 @@
+"""trtseek recipe CONFIG: the best format for each group of linears within a budget, as a file to edit and use again."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+from typing import TYPE_CHECKING
+
+import click
+
+from pipeline.cli.options import config_argument, json_option, print_json, read_config
+from pipeline.errors import ConfigError
+
+if TYPE_CHECKING:
+    from pipeline.config.schema import Config
+    from pipeline.quantization.options import Goal
+
+
+@click.command(name="recipe")
+@config_argument
+@click.option("--budget", metavar="KIND=LIMIT", help="size_ratio, bits_per_weight or kl; else stages.quantize.budget.")
+@click.option("--output", "-o", type=click.Path(path_type=Path), help="The file; else <output>/<name>/recipe.yaml.")
+@json_option
+def command(
+    config_file: str, overrides: tuple[str, ...], budget: str | None, output: Path | None, as_json: bool
+) -> None:
+    """Solve for a recipe from measured sensitivity, and write it as YAML.
+
+    Measures what `sensitivity` did not yet. The file goes where stages.quantize.recipe names one; each row says why.
+    """
+    from pipeline.cli.sensitivity import measure
+    from pipeline.cli.source import check_source
+    from pipeline.config.recipe_rules import offered_formats
+    from pipeline.quantization.recipe import RECIPE, solve
+
+    config = read_config(config_file, overrides)
+    goal = _find_goal(config, budget)
+    check_source(config)
+    settings = config.stages.quantize
+    found = json.loads((settings.sensitivity.file or measure(config)).read_text(encoding="utf-8"))
+    recipe = solve(found, settings.method, goal, formats=offered_formats(config))
+    path = output or config.run_folder / RECIPE
+    path.parent.mkdir(parents=True, exist_ok=True)
+    path.write_text(recipe.render(), encoding="utf-8")
+    summary = {
+        "file": str(path),
+        "kl": recipe.kl,
+        "size_ratio": recipe.size_ratio,
+        "bits_per_weight": recipe.bits_per_weight,
+        "units": dict(recipe.counts),
+    }
+    if as_json:
+        print_json(summary)
+        return
+    for line in recipe.render().splitlines()[:2]:
+        click.echo(line.removeprefix("# "))
+    click.echo(f"{path}")
+
+
+def _find_goal(config: Config, budget: str | None) -> Goal:
+    from pydantic import ValidationError
+
+    from pipeline.config.recipe import Budget
+
+    if budget is None:
+        if config.stages.quantize.budget is None:
+            raise ConfigError("there is no budget", hint="--budget size_ratio=0.4, or set stages.quantize.budget")
+        return config.stages.quantize.budget.goal
+    kind, _, limit = budget.partition("=")
+    try:
+        return Budget.model_validate({kind: float(limit)}).goal
+    except (ValidationError, ValueError) as error:
+        raise ConfigError(
+            f"--budget {budget}: must be KIND=LIMIT, KIND one of {', '.join(Budget.model_fields)}",
+            hint="e.g. --budget bits_per_weight=4.5",
+        ) from error

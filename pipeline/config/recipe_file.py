@@ -1,0 +1,53 @@
+"""`stages.quantize.recipe` in its short forms: a recipe file, the word auto, rows. All become the section that it is.
+
+What a file holds is laid into the config, so that its content is what counts, and so that a mistake in it is told with
+its own line.
+"""
+
+from __future__ import annotations
+
+import difflib
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+from pipeline.config.document import Located, read_document
+from pipeline.errors import ConfigError
+
+PATH = ("stages", "quantize", "recipe")
+KEY = ".".join(PATH)
+AUTO = "auto"
+
+
+def expand_recipe(tree: Located, show: Callable[[Path], str]) -> Located:
+    """The composed config with the section in place of a short form. ConfigError for a file that is not there."""
+    found: Any = tree
+    for part in PATH:
+        found = found.value.get(part) if found is not None and isinstance(found.value, dict) else None
+    if found is None or isinstance(found.value, dict):
+        return tree
+    return tree.merge(_nest(_read(found, show), found))
+
+
+def _read(found: Located, show: Callable[[Path], str]) -> Located:
+    if isinstance(found.value, list):
+        return Located({"rows": found}, found.origin)
+    if found.value == AUTO:
+        return Located({"auto": Located(True, found.origin)}, found.origin)
+    if not isinstance(found.value, str):
+        raise ConfigError(f"{found.origin}: {KEY}: must be a file, auto or a list of rows, not {found.value!r}")
+    path = Path(found.value)
+    if not path.is_file():
+        near = difflib.get_close_matches(path.name, [file.name for file in path.parent.glob("*.yaml")], n=1)
+        question = f"did you mean {path.with_name(near[0])}? " if near else ""
+        raise ConfigError(
+            f"{found.origin}: {KEY}: {path}: there is no such file",
+            hint=f"{question}It was looked for in {Path.cwd()}; auto solves for a recipe",
+        )
+    return read_document(path, show(path))
+
+
+def _nest(section: Located, found: Located) -> Located:
+    for part in reversed(PATH):
+        section = Located({part: section}, found.origin)
+    return section

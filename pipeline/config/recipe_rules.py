@@ -1,0 +1,55 @@
+"""The compatibility rules of recipes and budgets."""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING
+
+from pipeline.config.case import Case
+from pipeline.config.rules import FP8_FORMATS, Rule
+from pipeline.quantization.selection import NONE
+
+if TYPE_CHECKING:
+    from pipeline.config.schema import Config
+
+
+def _find_unmatched_rows(case: Case) -> str | None:
+    unused = [row.pattern for row in case.quantize.recipe.rows if not case.matches(row.pattern)]
+    return f"{', '.join(unused)} matches no linear of the model" if unused else None
+
+
+def _find_no_budget(case: Case) -> str | None:
+    return "auto has nothing to solve for" if case.quantize.recipe.auto and case.quantize.budget is None else None
+
+
+def _find_no_base(case: Case) -> str | None:
+    is_none = case.quantize.recipe.auto and case.quantize.method == NONE
+    return "auto quantizes by stages.quantize.method, which is none" if is_none else None
+
+
+def _find_two_recipes(case: Case) -> str | None:
+    recipe = case.quantize.recipe
+    return "auto solves for the rows, and there are rows" if recipe.auto and recipe.rows else None
+
+
+def _find_fp8_choice(case: Case) -> str | None:
+    q = case.quantize
+    wanted = [name for name in q.sensitivity.formats if name in FP8_FORMATS] if q.recipe.auto else []
+    if not wanted or case.gpu.has("fp8"):
+        return None
+    return f"{wanted[0]} needs FP8 tensor cores, SM89 or later; the {case.gpu.name} is SM{case.gpu.sm}"
+
+
+def offered_formats(config: Config) -> tuple[str, ...]:
+    """What recipe: auto chooses from, beside 16 bits."""
+    named = config.stages.quantize.sensitivity.formats
+    blocks = ("fp8_blocks",) if config.target.device.has("fp8") else ()
+    return named or ("int4", "int8", *blocks)
+
+
+RECIPE_RULES: tuple[Rule, ...] = (
+    Rule("recipe_matches", "stages.quantize.recipe", _find_unmatched_rows, "a name: transformer.layers.0.mlp.fc"),
+    Rule("auto_has_budget", "stages.quantize.recipe", _find_no_budget, "set stages.quantize.budget: {size_ratio: 0.4}"),
+    Rule("auto_has_method", "stages.quantize.recipe", _find_no_base, "set stages.quantize.method: awq"),
+    Rule("auto_or_rows", "stages.quantize.recipe", _find_two_recipes, "write auto, or the rows"),
+    Rule("choices_fit_gpu", "stages.quantize.sensitivity.formats", _find_fp8_choice, "name int4 and int8"),
+)

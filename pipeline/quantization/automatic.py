@@ -1,0 +1,82 @@
+"""recipe: auto: sensitivity measured or read, the recipe solved, both left beside the checkpoint that comes of it."""
+
+from __future__ import annotations
+
+import json
+import shutil
+from typing import TYPE_CHECKING, Any
+
+from pipeline.errors import ConfigError
+from pipeline.progress import SILENT, Progress
+from pipeline.quantization.options import Effort, Goal, list_candidates
+from pipeline.quantization.recipe import RECIPE, Recipe, solve
+from pipeline.quantization.sensitivity import REPORT, measure_sensitivity
+from pipeline.quantization.units import list_units
+from pipeline.workspace import NestedWorkspace
+
+if TYPE_CHECKING:
+    from collections.abc import Sequence
+    from pathlib import Path
+
+    from pipeline.checkpoint.folder import CheckpointFolder
+    from pipeline.quantization.settings import QuantizeSettings
+    from pipeline.workspace import Workspace
+
+FOLDER = "measuring"
+
+
+def solve_in(
+    source: CheckpointFolder,
+    workspace: Workspace,
+    *,
+    settings: QuantizeSettings,
+    goal: Goal,
+    formats: Sequence[str],
+    effort: Effort,
+    search: bool,
+    file: Path | None,
+    progress: Progress = SILENT,
+) -> Recipe:
+    """Leaves sensitivity.json and recipe.yaml in the workspace. `file`: a sensitivity.json to solve from instead of
+    measuring. A killed run goes on at the layer where it was."""
+    if file is not None:
+        found = read_sensitivity(file, source, settings)
+    else:
+        nested = NestedWorkspace(workspace, FOLDER)
+        candidates = list_candidates(settings.rules, formats, search=search)
+        found = measure_sensitivity(
+            source, nested, settings=settings, candidates=candidates, effort=effort, progress=progress
+        )
+    recipe = solve(found, settings.method, goal, formats=formats)
+    if not workspace.is_done("recipe"):
+        report, written = workspace.path / REPORT, workspace.path / RECIPE
+        report.write_text(json.dumps(found, indent=1, allow_nan=False) + "\n", encoding="utf-8")
+        written.write_text(recipe.render(), encoding="utf-8")
+        workspace.finish("recipe", [report, written])
+    progress.note(
+        f"recipe for {goal.kind} {goal.limit:g}: KL {recipe.kl:.3g} nats a token predicted, size ratio "
+        f"{recipe.size_ratio:.3f}; " + ", ".join(f"{name} {count}x" for name, count in sorted(recipe.counts.items()))
+    )
+    return recipe
+
+
+def clean(workspace: Workspace) -> None:
+    """Removes what measuring left, once nothing will be asked of it."""
+    shutil.rmtree(workspace.path / FOLDER, ignore_errors=True)
+
+
+def read_sensitivity(file: Path, source: CheckpointFolder, settings: QuantizeSettings) -> dict[str, Any]:
+    """A sensitivity.json that is of this checkpoint's linears. Raises ConfigError for anything else."""
+    try:
+        found: dict[str, Any] = json.loads(file.read_text(encoding="utf-8"))
+        measured = {(unit["layer"], unit["unit"]): unit["weights"] for unit in found["units"]}
+    except (OSError, ValueError, KeyError, TypeError) as error:
+        raise ConfigError(f"{file} is no sensitivity.json: {error}", hint="`trtseek sensitivity` makes one") from error
+    wanted = {(u.layer, u.place): u.weights for u in list_units(source.architecture, source.tensors, settings.rules)}
+    if measured != wanted:
+        odd = next(iter(sorted(wanted.items() ^ measured.items())))[0]
+        raise ConfigError(
+            f"{file} was measured on another model, or with other roles: they differ in layer {odd[0]}, {odd[1]}",
+            hint="measure again: `trtseek sensitivity`",
+        )
+    return found
