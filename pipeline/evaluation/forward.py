@@ -74,13 +74,15 @@ def run_network(
     mode: Mode,
     segments: Sequence[tuple[int, int]],
     folder: Path | None = None,
+    widened: bool = False,
 ) -> Iterator[Event]:
     """Yields, segment by segment and step by step, every layer's output and at last the logits. Between two segments,
-    many tokens' hidden states wait in a file in `folder` (None: where temporary files go)."""
+    many tokens' hidden states wait in a file in `folder` (None: where temporary files go). `widened`: without the
+    rounding of linears' inputs (network/widening.py)."""
     rows = [len(step.inputs[inputs.SLOT_IDS.name]) for step in steps]
     activations = Activations(rows, architecture.hidden_size, folder=folder)
     try:
-        yield from _run(source, architecture, spec, steps, num_blocks, mode, segments, activations)
+        yield from _run(source, architecture, spec, steps, num_blocks, mode, segments, activations, widened)
     finally:
         activations.close()
 
@@ -94,13 +96,16 @@ def _run(
     mode: Mode,
     segments: Sequence[tuple[int, int]],
     activations: Activations,
+    widened: bool,
 ) -> Iterator[Event]:
     import torch
 
     from pipeline.interpreter.interpreter import Interpreter
+    from pipeline.network.widening import widen_inputs
 
     for first, last in segments:
         program = read_program(source, architecture, spec, (first, last))
+        program = widen_inputs(program) if widened else program
         interpreter = Interpreter(program, mode=mode, resident_bytes=RESIDENT_BYTES)
         slice_spec = replace(spec, layers=(first, last))
         pools = {

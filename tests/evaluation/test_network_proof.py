@@ -14,8 +14,11 @@ from pipeline.evaluation import network_proof, reference
 from pipeline.evaluation.network_proof import NetworkProof, find_worst, make_sequences, prove_network
 from pipeline.network.spec import NetworkSpec
 from pipeline.progress import SILENT
+from pipeline.quantization.quantize import quantize_checkpoint
+from pipeline.workspace import FolderWorkspace
 from tests import fixtures
 from tests.evaluation.support import Altered, convert
+from tests.quantization.support import CalibrationSettings, Settings
 
 PROMPTS = ((5, 9, 301, 44, 7, 8, 120, 66, 31, 250, 18), (400, 3, 77), (11, 12, 13, 14, 15))
 
@@ -156,3 +159,18 @@ def test_values_that_are_not_finite_never_pass(llama: CheckpointFolder, side: st
 def test_the_worst_layer_adds_most_or_is_the_first_that_is_not_finite() -> None:
     assert find_worst([0.1, 0.4, 0.5]) == 1
     assert find_worst([0.1, math.nan, math.inf]) == 1
+
+
+@pytest.mark.parametrize("method", ["fp8", "smoothquant"])
+def test_rounded_inputs_do_not_hide_the_rest(method: str, tmp_path: Path) -> None:
+    """W8A8 is proved to as many digits as the others: on its dequantized weights, its inputs as they are."""
+    hub = fixtures.llama(tmp_path / "hf", tokenizer=True, num_hidden_layers=2)
+    built = convert(hub, tmp_path / "engine")
+    text = tmp_path / "text.txt"
+    text.write_text("".join(f"def f{i}(x):\n    return {i * 7919 % 1000} * x\n" for i in range(400)))
+    settings = Settings(method=method, calibration=CalibrationSettings(files=(text,), samples=6, length=24))
+    quantize_checkpoint(built, FolderWorkspace(tmp_path / "out"), settings=settings)
+    quantized = CheckpointFolder.open(tmp_path / "out")
+    assert prove(quantized).max_logit_error < 1e-4
+    scale = "transformer.layers.1.mlp.fc.weights_scaling_factor"
+    assert prove(quantized, Altered(quantized, {scale: lambda s: s * 1.01})).max_logit_error > 1e-4

@@ -82,8 +82,7 @@ def plot_heat_map(
     figure, axes = _open(min(height, 6.0))
     with _style():
         grid = np.array([[_number(v) for v in row] for row in values], dtype=float)
-        masked = np.ma.array(grid, mask=~np.isfinite(grid))
-        mesh = axes.pcolormesh(masked, cmap="cividis_r", edgecolors="face", linewidth=0.3)
+        mesh = axes.pcolormesh(grid, cmap="cividis_r", edgecolors="face", linewidth=0.3)
         axes.invert_yaxis()
         axes.grid(False)
         _name_cells(axes.set_yticks, rows, most=24)
