@@ -13,6 +13,7 @@ Shapes: O output features, I input features, g input features per group, R sampl
 
 from __future__ import annotations
 
+from dataclasses import replace
 from typing import TYPE_CHECKING
 
 import torch
@@ -35,6 +36,21 @@ CLIP_ROWS = 256  # output features clipped at a time: bounds memory to a few tim
 
 def choose(problem: Problem) -> Choice:
     """The scale, clipping limits and losses of a group; without inputs, plain rounding to nearest."""
+    choice = choose_scale(problem)
+    if not problem.clip:
+        return choice
+    treatments, losses = {}, dict(choice.losses)
+    for linear in problem.linears:
+        if linear.name in losses:
+            limits, ratio = _clip(problem, linear, choice.scale, problem.inputs[linear.name])
+            if limits is not None:
+                treatments[linear.name] = Treatment(limits=limits)
+                losses[linear.name] = Loss(losses[linear.name].before, losses[linear.name].after * ratio)
+    return replace(choice, treatments=treatments, losses=losses)
+
+
+def choose_scale(problem: Problem) -> Choice:
+    """The scale and its losses, without clipping."""
     if problem.mean_abs is None or not problem.inputs:
         return Choice()
     candidates = _candidates(problem)
@@ -51,18 +67,11 @@ def choose(problem: Problem) -> Choice:
         total += torch.tensor(found, dtype=torch.float64) * (inputs.tokens / max(inputs.rows.shape[0], 1))
     best = int(total.argmin())
     alpha, scale = candidates[best]
-    treatments, after = {}, {linear.name: errors[linear.name][best] for linear in linears}
-    if problem.clip:
-        for linear in linears:
-            inputs = problem.inputs[linear.name]
-            found_limits, error = _clip(problem, linear, scale, inputs, after[linear.name])
-            if found_limits is not None:
-                treatments[linear.name], after[linear.name] = Treatment(limits=found_limits), error
     losses = {
-        name: Loss(errors[name][0] / max(outputs[name], 1e-30), after[name] / max(outputs[name], 1e-30))
-        for name in errors
+        name: Loss(found[0] / max(outputs[name], 1e-30), found[best] / max(outputs[name], 1e-30))
+        for name, found in errors.items()
     }
-    return Choice(alpha=alpha, scale=None if alpha == 0 else scale, treatments=treatments, losses=losses)
+    return Choice(alpha=alpha, scale=None if alpha == 0 else scale, losses=losses)
 
 
 def output_error(
@@ -90,19 +99,20 @@ def _candidates(problem: Problem) -> list[tuple[float, Tensor]]:
     return candidates
 
 
-def _clip(problem: Problem, linear: Linear, scale: Tensor, inputs: Inputs, error: float) -> tuple[Tensor | None, float]:
-    """(limits [O, I/g], error) where clipping lowers the linear's error below `error`, else (None, error)."""
-    weight = problem.read(linear.name)
-    grouped_rows = (inputs.rows / scale).view(inputs.rows.shape[0], -1, linear.group_size).transpose(0, 1)
-    gram = grouped_rows.transpose(1, 2) @ grouped_rows  # [I/g, g, g]
-    limits = torch.cat(
-        [
-            _clip_rows(part * scale, gram, linear.group_size, problem.scale_dtype)
-            for part in torch.split(weight, CLIP_ROWS)
-        ]
-    )
-    clipped = output_error(weight, scale, inputs.rows, linear.group_size, problem.scale_dtype, limits)
-    return (limits, clipped) if clipped < error else (None, error)
+def _clip(problem: Problem, linear: Linear, scale: Tensor | None, inputs: Inputs) -> tuple[Tensor | None, float]:
+    """(limits [O, I/g], error over the error without) where clipping lowers the linear's error, else (None, 1)."""
+    weight, group = problem.read(linear.name), linear.group_size
+    s = torch.ones(weight.shape[1]) if scale is None else scale
+    grouped_rows = (inputs.rows / s).view(inputs.rows.shape[0], -1, group).transpose(0, 1)
+    gram = grouped_rows.transpose(1, 2) @ grouped_rows
+    limits = clip(weight * s, gram, group, problem.scale_dtype)
+    error, clipped = (output_error(weight, s, inputs.rows, group, problem.scale_dtype, x) for x in (None, limits))
+    return (limits, clipped / error) if clipped < error else (None, 1.0)
+
+
+def clip(weight: Tensor, gram: Tensor, group: int, scale_dtype: torch.dtype) -> Tensor:
+    """The best limits [O, I/g] for scaled weights [O, I], by the second moments `gram` [I/g, g, g] of each group."""
+    return torch.cat([_clip_rows(part, gram, group, scale_dtype) for part in torch.split(weight, CLIP_ROWS)])
 
 
 def _clip_rows(weight: Tensor, gram: Tensor, group: int, scale_dtype: torch.dtype) -> Tensor:

@@ -16,7 +16,7 @@ from pipeline.quantization.capture import Capture, Captured, draw_priorities
 from pipeline.quantization.hidden_states import HiddenStates
 
 if TYPE_CHECKING:
-    from collections.abc import Callable, Iterable, Iterator
+    from collections.abc import Callable, Collection, Iterable, Iterator
     from pathlib import Path
 
     from torch import Tensor
@@ -25,6 +25,7 @@ if TYPE_CHECKING:
     from pipeline.workspace import Workspace
 
 FOLDER = "calibration"
+EXPERT_INPUTS = "expert-inputs.f32"  # of the layer at hand
 EMBEDDING = "transformer.vocab_embedding.weight"
 
 
@@ -50,8 +51,9 @@ class Calibration:
         path = self.folder / f"states-{layer:05}.f32"
         return HiddenStates(path, self.samples, self.length, self.source.architecture.hidden_size)
 
-    def capture(self, layer: int, names: Iterable[str]) -> Captured:
-        """Runs `layer` over all samples, keeps what it hands on, and returns the inputs of the modules `names`.
+    def capture(self, layer: int, names: Iterable[str], moments: Collection[str] = ()) -> Captured:
+        """Runs `layer` over all samples, keeps what it hands on, and returns the inputs of the modules `names`, with
+        the second moments of those among `moments`.
 
         Starts at the latest layer whose states an earlier run left. Raises QuantizationError, naming the layer, where
         activations are not finite.
@@ -60,7 +62,8 @@ class Calibration:
             self._run(earlier, None)
         experts = self.source.architecture.experts
         routed = experts.num_routed if experts is not None and self.source.architecture.is_routed(layer) else 0
-        capture = Capture(names, draw_priorities(self.samples * self.length, self.seed), routed)
+        priorities = draw_priorities(self.samples * self.length, self.seed)
+        capture = Capture(names, priorities, routed, moments, self.folder / EXPERT_INPUTS)
         self._run(layer, capture)
         return capture.finish()
 
@@ -68,6 +71,7 @@ class Calibration:
         """Deletes the states before `layer` and before those before it: it is quantized, and its own output is kept."""
         for done in range(layer + 1):
             self.states(done).path.unlink(missing_ok=True)
+        (self.folder / EXPERT_INPUTS).unlink(missing_ok=True)
 
     def _latest(self, layer: int) -> int:
         """The last layer up to `layer` whose input is on disk; makes the first layer's where none is."""

@@ -9,15 +9,17 @@ Shapes: T tokens of all samples together, I input features, E routed experts, n 
 from __future__ import annotations
 
 from contextlib import contextmanager
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any
 
 import torch
 
 from pipeline.quantization.kv_cache import CacheRange
+from pipeline.quantization.moments import ExpertInputs, MomentSum
 
 if TYPE_CHECKING:
-    from collections.abc import Iterable, Iterator
+    from collections.abc import Collection, Iterable, Iterator
+    from pathlib import Path
 
     from torch import Tensor, nn
 
@@ -41,11 +43,16 @@ class Inputs:
 
 @dataclass(frozen=True, slots=True)
 class Captured:
-    """A layer's inputs by HF module name; for a routed layer also each expert's own share of its input."""
+    """A layer's inputs by HF module name; for a routed layer also each expert's own share of its input.
+
+    Of the modules that they were wanted of: `moments` float32 [I, I], and the experts' whole input.
+    """
 
     inputs: dict[str, Inputs]
     experts: tuple[Inputs, ...] = ()
-    cache_amax: float = 0.0
+    moments: dict[str, Tensor] = field(default_factory=dict)
+    expert_inputs: ExpertInputs | None = None
+    cache_amax: float = 0.0  # of all that a cache would hold
 
 
 class Sampler:
@@ -93,21 +100,31 @@ class Capture:
     """Watches the inputs of the named modules of one HF decoder layer while batches go through it.
 
     `num_experts` is 0 for a layer without routed experts; else "mlp.experts" may be among `names`, and what it is given
-    is also kept expert by expert, as the router chose.
+    is also kept expert by expert, as the router chose. `moments`: those whose second moments are wanted; the experts'
+    whole input goes to the file `spill` then, and its second moments are left to whoever reads it.
     """
 
-    def __init__(self, names: Iterable[str], priorities: Tensor, num_experts: int = 0) -> None:
+    def __init__(
+        self,
+        names: Iterable[str],
+        priorities: Tensor,
+        num_experts: int = 0,
+        moments: Collection[str] = (),
+        spill: Path | None = None,
+    ) -> None:
         self.samplers = {name: Sampler(priorities) for name in names}
         limit = min(ROWS, max(FEWEST_EXPERT_ROWS, EXPERT_ROWS // max(num_experts, 1)))
         experts = num_experts if EXPERTS in self.samplers else 0
         self.experts = [Sampler(priorities, limit) for _ in range(experts)]
+        self.moments = {name: MomentSum() for name in moments if name != EXPERTS or not experts}
+        self.expert_inputs = ExpertInputs(spill) if spill is not None and experts and EXPERTS in moments else None
         self.cache = CacheRange()
         self._start = 0
 
     @contextmanager
     def watching(self, module: nn.Module) -> Iterator[None]:
         handles = [
-            module.get_submodule(name).register_forward_pre_hook(self._hook(sampler, name == EXPERTS))
+            module.get_submodule(name).register_forward_pre_hook(self._hook(name, sampler))
             for name, sampler in self.samplers.items()
         ]
         try:
@@ -115,6 +132,8 @@ class Capture:
         finally:
             for handle in handles:
                 handle.remove()
+            if self.expert_inputs is not None:
+                self.expert_inputs.close()
 
     def start_batch(self, first_token: int) -> None:
         """The batch that comes next begins at this token."""
@@ -122,20 +141,26 @@ class Capture:
 
     def finish(self) -> Captured:
         inputs = {name: sampler.finish() for name, sampler in self.samplers.items()}
-        return Captured(inputs, tuple(sampler.finish() for sampler in self.experts), self.cache.amax)
+        experts = tuple(sampler.finish() for sampler in self.experts)
+        moments = {name: total.finish() for name, total in self.moments.items()}
+        return Captured(inputs, experts, moments, self.expert_inputs, self.cache.amax)
 
-    def _hook(self, sampler: Sampler, routed: bool) -> Any:
+    def _hook(self, name: str, sampler: Sampler) -> Any:
         def see(_: nn.Module, arguments: tuple[Tensor, ...]) -> None:
             x = arguments[0].reshape(-1, arguments[0].shape[-1])
             positions = self._start + torch.arange(x.shape[0])
             sampler.add(x, positions)
-            if routed:
+            if name in self.moments:
+                self.moments[name].add(x)
+            if name == EXPERTS:
                 self._add_to_experts(x, positions, chosen=arguments[1])
 
         return see
 
     def _add_to_experts(self, x: Tensor, positions: Tensor, chosen: Tensor) -> None:
         """`chosen` int64 [n, top_k]: the experts of each token, as DeepseekV2Experts.forward receives them."""
+        if self.expert_inputs is not None:
+            self.expert_inputs.add(x, chosen)
         for expert, sampler in enumerate(self.experts):
             rows = (chosen == expert).any(dim=1).nonzero().squeeze(1)
             if rows.numel():

@@ -83,6 +83,23 @@ def round_trip(
     return result
 
 
+def find_scales(
+    weight: Tensor,
+    group: int,
+    *,
+    scale_dtype: torch.dtype | None = None,
+    limits: Tensor | None = None,
+    name: str = "weight",
+) -> Tensor:
+    """The scales float32 [O, I/g] alone, as `quantize_packed` has them, which also says what raises."""
+    _check_pairs(weight.shape[0], name)
+    scales = torch.empty(weight.shape[0], _groups(weight.shape[1], group, name), dtype=torch.float32)
+    rounder = _Rounder(weight, group, scale_dtype, limits, name)
+    for start, stop in rounder.tiles():
+        scales[start:stop] = rounder.scale(start, stop)
+    return scales
+
+
 def pack(q: Tensor, *, out: Tensor | None = None) -> Tensor:
     """int8 [O, I] with values in [-8, 7] → int8 [O/2, I]. O must be even."""
     _check_pairs(q.shape[0], "q")

@@ -9,11 +9,11 @@ from typing import TYPE_CHECKING, Any, cast
 import torch
 
 from pipeline.checkpoint.block_scales import read_weight
-from pipeline.errors import QuantizationError
-from pipeline.quantization.capture import EXPERTS, Captured, Inputs
 from pipeline.quantization.folding import Adjustments, realise
+from pipeline.quantization.linear_inputs import LinearInputs
 from pipeline.quantization.methods import CHOOSERS
-from pipeline.quantization.problem import PLAIN, Choice, Problem, Treatment
+from pipeline.quantization.moments import Factors
+from pipeline.quantization.problem import PLAIN, Choice, Loss, Problem, Treatment
 from pipeline.quantization.scale_groups import scale_groups
 from pipeline.quantization.selection import FORMATS, METHODS
 
@@ -25,12 +25,9 @@ if TYPE_CHECKING:
     from pipeline.checkpoint.architecture import Architecture
     from pipeline.checkpoint.tensors import TensorSource
     from pipeline.progress import Progress
+    from pipeline.quantization.capture import Captured, Inputs
     from pipeline.quantization.rules import Linear
     from pipeline.quantization.scale_groups import ScaleGroup
-
-# An expert with fewer calibration tokens has no statistics of its own: fewer than a handful of values per channel.
-FEW_TOKENS = 32
-UNROUTED = ("round_to_nearest", "share_scale", "error")  # see settings.py
 
 
 def group_linears(
@@ -52,13 +49,26 @@ def group_linears(
 
 @dataclass(slots=True)
 class LayerPlan:
-    """What `write` needs: the scales, the treatments by linear, and the report's rows by linear."""
+    """What `write` needs: the scales, the treatments by linear, and what the report says of each linear.
+
+    `losses`: some methods know theirs only once the linear is written.
+    """
 
     adjustments: Adjustments
     treatments: dict[str, Treatment] = field(default_factory=dict)
     rows: dict[str, dict[str, Any]] = field(default_factory=dict)
+    losses: dict[str, Mapping[str, Loss]] = field(default_factory=dict)
     experts: dict[str, Any] | None = None
     added: dict[str, Tensor] = field(default_factory=dict)  # tensors that the source has not, by name
+
+    def describe(self, name: str) -> dict[str, Any]:
+        """A written linear's row of the report."""
+        loss = self.losses[name].get(name)
+        return {
+            **self.rows[name],
+            "loss_before": _round(loss.before) if loss else None,
+            "loss_after": _round(loss.after) if loss else None,
+        }
 
 
 def plan_layer(
@@ -78,22 +88,26 @@ def plan_layer(
     Raises QuantizationError for experts without tokens where `unrouted` is "error".
     """
     plan = LayerPlan(Adjustments(dtype))
-    starved = _find_starved(captured)
-    if captured is not None and captured.experts:
-        plan.experts = _report_experts(layer, captured, starved, unrouted)
+    read, factors = partial(read_float, source), Factors()
+    seen = LinearInputs(captured, read, unrouted) if captured is not None else None
+    if seen is not None:
+        plan.experts = seen.report_experts(layer)
     for method, group in groups:
-        looks = captured if METHODS[method].measures else None
-        inputs = _inputs_of(group, linears, source, looks, starved, unrouted) if looks is not None else {}
+        looks = seen if METHODS[method].measures else None
+        members = tuple(linears[name] for name in group.linears)
+        inputs = looks.sampled(group, members) if looks is not None else {}
         problem = Problem(
             name=group.name,
-            linears=tuple(linears[name] for name in group.linears),
-            read=partial(_read_weight, source),
-            mean_abs=_statistic("mean_abs", group, looks, inputs),
-            max_abs=_statistic("max_abs", group, looks, inputs),
+            linears=members,
+            read=read,
+            mean_abs=_statistic("mean_abs", group, captured, inputs),
+            max_abs=_statistic("max_abs", group, captured, inputs),
             inputs=inputs,
             realise=partial(realise, fold=group.fold, source=source, dtype=dtype),
             scale_dtype=dtype,
             clip=clip and group.clip,
+            moments=looks.moments(group, members) if looks is not None and METHODS[method].moments else {},
+            factors=factors,
         )
         _take(plan, group, CHOOSERS[method](problem), linears, source)
         progress.advance(1)
@@ -125,7 +139,7 @@ def _take(
     place = plan.adjustments.add(group, choice.scale, source) if choice.scale is not None else None
     plan.treatments.update(choice.treatments)
     for name in group.linears:
-        loss = choice.losses.get(name)
+        plan.losses[name] = choice.losses
         treatment = choice.treatments.get(name, PLAIN)
         plan.rows[name] = {
             "method": linears[name].method,
@@ -134,70 +148,12 @@ def _take(
             "alpha": choice.alpha,
             "scale": place,
             "clipped": treatment.limits is not None,
-            "loss_before": _round(loss.before) if loss else None,
-            "loss_after": _round(loss.after) if loss else None,
         }
 
 
 def _round(loss: float) -> float:
     """Four digits: the last bits of a sum depend on the number of threads, and equal runs are to give equal bytes."""
     return float(f"{loss:.4g}")
-
-
-def _find_starved(captured: Captured | None) -> list[int]:
-    experts = captured.experts if captured is not None else ()
-    return [expert for expert, inputs in enumerate(experts) if inputs.tokens < FEW_TOKENS]
-
-
-def _report_experts(layer: int, captured: Captured, starved: list[int], unrouted: str) -> dict[str, Any]:
-    tokens = [inputs.tokens for inputs in captured.experts]
-    if starved and unrouted == "error":
-        few = ", ".join(f"{expert} ({tokens[expert]} tokens)" for expert in starved)
-        raise QuantizationError(
-            f"layer {layer}: calibration sent fewer than {FEW_TOKENS} tokens to {len(starved)} of {len(tokens)} "
-            f"experts: {few}",
-            hint="add text or samples to stages.quantize.calibration, or choose another unrouted_experts policy",
-        )
-    return {"tokens": tokens, "unrouted": {str(expert): unrouted for expert in starved}}
-
-
-def _inputs_of(
-    group: ScaleGroup,
-    linears: Mapping[str, Linear],
-    source: TensorSource,
-    captured: Captured,
-    starved: list[int],
-    unrouted: str,
-) -> dict[str, Inputs]:
-    """Each linear's own input. A starved expert has none, or with "share_scale" what the whole layer was fed."""
-    if group.seen_at != EXPERTS or not captured.experts:
-        return dict.fromkeys(group.linears, captured.inputs[group.seen_at])
-    found = {}
-    for name in group.linears:
-        expert = linears[name].expert
-        if expert is None:
-            raise ValueError(f"{name} reads the experts' input and belongs to no expert")
-        if expert not in starved:
-            inputs = captured.experts[expert]
-        elif unrouted == "share_scale":
-            inputs = captured.inputs[EXPERTS]
-        else:
-            continue
-        found[name] = inputs if group.expert is None else _gate(name, inputs, source)
-    return found
-
-
-def _gate(projection: str, inputs: Inputs, source: TensorSource) -> Inputs:
-    """The input of an expert's proj, from the sampled rows of the expert's: SiLU(x·fcᵀ) ⊙ (x·gateᵀ).
-
-    Computed here since transformers keeps all experts in one module, without a place to look into.
-    """
-    expert = projection.removesuffix(".proj")
-    x = inputs.rows
-    hidden = torch.nn.functional.silu(x @ _read_weight(source, f"{expert}.fc").T)
-    hidden *= x @ _read_weight(source, f"{expert}.gate").T
-    mean, peaks = (found.bfloat16().float() for found in (hidden.abs().mean(0), hidden.abs().amax(0)))
-    return Inputs(mean, peaks, hidden, inputs.tokens)
 
 
 def _statistic(which: str, group: ScaleGroup, captured: Captured | None, inputs: Mapping[str, Inputs]) -> Tensor | None:
@@ -208,5 +164,6 @@ def _statistic(which: str, group: ScaleGroup, captured: Captured | None, inputs:
     return cast("Tensor", getattr(next(iter(inputs.values())), which))
 
 
-def _read_weight(source: TensorSource, name: str) -> Tensor:
+def read_float(source: TensorSource, name: str) -> Tensor:
+    """The weight [O, I] of a linear, in float32."""
     return read_weight(source, f"{name}.weight").float()

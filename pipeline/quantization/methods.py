@@ -7,11 +7,13 @@ from __future__ import annotations
 
 from collections.abc import Callable
 
-from pipeline.quantization import awq, fp8, rtn, smoothquant
+from pipeline.quantization import awq, fp8, gptq, rtn, smoothquant
 from pipeline.quantization.problem import Choice, Problem
 
 CHOOSERS: dict[str, Callable[[Problem], Choice]] = {
     "awq": awq.choose,
+    "awq_gptq": gptq.choose_scaled,
+    "gptq": gptq.choose,
     "rtn": rtn.choose,
     "fp8": fp8.choose,
     "fp8_blocks": rtn.choose,

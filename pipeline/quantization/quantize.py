@@ -29,7 +29,8 @@ from pipeline.quantization.calibration import Calibration
 from pipeline.quantization.documents import name_file
 from pipeline.quantization.folding import Adjustments
 from pipeline.quantization.kv_cache import CACHE_FORMATS, cache_step
-from pipeline.quantization.layer import UNROUTED, LayerPlan, group_linears, plan_layer
+from pipeline.quantization.layer import LayerPlan, group_linears, plan_layer
+from pipeline.quantization.linear_inputs import UNROUTED
 from pipeline.quantization.report import REPORT, QuantizationReport
 from pipeline.quantization.rules import choose_linears
 from pipeline.quantization.selection import METHODS, name_algo
@@ -106,7 +107,8 @@ class _Run:
             )
         for pattern in self.selection.idle_patterns:
             self.progress.note(f"exclude pattern {pattern} matches no linear")
-        states = 2 * self.calibration.states(0).nbytes if self.measures else 0
+        # Before a layer, behind it, and what its experts read.
+        states = 3 * self.calibration.states(0).nbytes if self.measures else 0
         self.workspace.require(sum(info.nbytes for info in self.source.tensors.values()) + states)
 
     def quantize_layer(self, layer: int) -> None:
@@ -121,7 +123,8 @@ class _Run:
         watched = sorted({group.seen_at for method, group in groups if METHODS[method].measures})
         keeps_cache = self.settings.kv_cache != "none"
         if watched or keeps_cache:
-            captured = self.calibration.capture(layer, watched)
+            moments = {group.seen_at for method, group in groups if METHODS[method].moments}
+            captured = self.calibration.capture(layer, watched, moments)
             self.progress.start(f"choosing scales of layer {layer}", len(groups), "groups")
         plan = plan_layer(
             layer,
@@ -142,7 +145,9 @@ class _Run:
 
     @cached_property
     def measures(self) -> bool:
-        return self.settings.kv_cache != "none" or any(METHODS[linear.method].measures for linear in self.selection.linears.values())
+        return self.settings.kv_cache != "none" or any(
+            METHODS[linear.method].measures for linear in self.selection.linears.values()
+        )
 
     @cached_property
     def quant_algo(self) -> str:
@@ -202,7 +207,7 @@ class _Run:
         part = {
             "file": path.name,
             "infos": [(info.name, info.dtype, info.shape) for info in infos],
-            "linears": {name: plan.rows[name] for name in self.selection.linears if name in plan.rows},
+            "linears": {name: plan.describe(name) for name in self.selection.linears if name in plan.rows},
             "experts": plan.experts,
         }
         self._part(step).write_text(json.dumps(part), encoding="utf-8")

@@ -64,10 +64,11 @@ class FormatRow:
 @dataclass(frozen=True, slots=True, kw_only=True)
 class MethodRow:
     """The format that a method makes, and whether it `measures`: looks at activations, so that text has to go through
-    the model."""
+    the model. `moments`: it wants the second moments of what it reads."""
 
     format: str
     measures: bool
+    moments: bool = False
 
 
 FORMATS = {
@@ -79,6 +80,8 @@ FORMATS = {
 }
 METHODS = {
     "awq": MethodRow(format="int4", measures=True),
+    "awq_gptq": MethodRow(format="int4", measures=True, moments=True),
+    "gptq": MethodRow(format="int4", measures=True, moments=True),
     "rtn": MethodRow(format="int4", measures=False),
     "fp8": MethodRow(format="fp8", measures=True),
     "fp8_blocks": MethodRow(format="fp8_blocks", measures=False),

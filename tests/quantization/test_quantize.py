@@ -83,20 +83,19 @@ def random_tokens(batch: int = 8, length: int = 32) -> torch.Tensor:
     return torch.randint(2, 258, (batch, length), generator=torch.Generator().manual_seed(9))
 
 
-@pytest.mark.parametrize("method", ["rtn", "awq"])
-@pytest.mark.parametrize("family", ["llama", "deepseek_v2"])
-def test_layers_compute_nearly_the_same(
-    tmp_path: Path, llama_path: Path, deepseek_v2_path: Path, text: Path, family: str, method: str
-) -> None:
-    hub = {"llama": llama_path, "deepseek_v2": deepseek_v2_path}[family]
+@pytest.mark.parametrize("method", ["rtn", "awq", "gptq", "awq_gptq"])
+@pytest.mark.parametrize("family", ["llama", "qwen2", "deepseek_v2", "deepseek_v3"])
+def test_layers_compute_nearly_the_same(tmp_path: Path, text: Path, family: str, method: str) -> None:
+    hub: Path = getattr(fixtures, family)(tmp_path / "hub", tokenizer=True)
     source = write_engine(tmp_path, hub)
     quantized, report = run(source, tmp_path / "out", settings(text, method=method, include=ALL))
     model = Model.load(hub)
     errors = layer_errors(hub, quantized, hidden_states(model, random_tokens()))
     # A rounding error of amax/7/sqrt(12) on normal weights is about 0.12 of a weight at groups of 128, and every
     # output of the layer passes through two or three such linears.
-    assert all(0.02 < error < 0.35 for error in errors)
-    assert report.ratio < 0.6
+    # GPTQ makes up for errors on the few tokens that it saw; these are others, at random.
+    assert all(0.01 < error < (0.4 if "gptq" in method else 0.35) for error in errors)
+    assert report.ratio < 0.62  # V3 keeps a layer for multi-token prediction
     assert report.method == method and (report.calibration is None) == (method == "rtn")
 
 
@@ -212,6 +211,18 @@ def test_clipping_is_no_worse(tmp_path: Path, llama_path: Path, text: Path) -> N
         assert row["loss_after"] <= plain.linears[name]["loss_after"]
 
 
+def test_gptq_lowers_the_error_of_every_linear_and_layer(tmp_path: Path, deepseek_v2_path: Path, text: Path) -> None:
+    """An expert's H comes from fewer tokens than it has channels here, so only what was seen is sure to improve."""
+    source = write_engine(tmp_path, deepseek_v2_path)
+    _, report = run(source, tmp_path / "out", settings(text, method="gptq", include=ALL, samples=48))
+    measured = [row for row in report.linears.values() if row["loss_after"] is not None]
+    assert len(measured) > 100
+    assert all(row["loss_after"] < 0.7 * row["loss_before"] for row in measured)
+    unfed = [row for row in report.linears.values() if row["loss_after"] is None]
+    starved = sum(len(experts["unrouted"]) for experts in report.experts.values())
+    assert len(unfed) == 3 * starved
+
+
 class KilledError(Exception):
     pass
 
@@ -231,7 +242,10 @@ class DyingWorkspace(FolderWorkspace):
         super().finish(step, files)
 
 
-@pytest.mark.parametrize(("family", "method"), [("llama", "awq"), ("deepseek_v2", "awq"), ("deepseek_v2", "rtn")])
+@pytest.mark.parametrize(
+    ("family", "method"),
+    [("llama", "awq"), ("deepseek_v2", "awq"), ("deepseek_v2", "rtn"), ("llama", "gptq"), ("deepseek_v2", "awq_gptq")],
+)
 def test_a_killed_run_goes_on_to_the_same_bytes(
     tmp_path: Path, llama_path: Path, deepseek_v2_path: Path, text: Path, family: str, method: str
 ) -> None:
@@ -246,7 +260,7 @@ def test_a_killed_run_goes_on_to_the_same_bytes(
             break
         except KilledError:
             deaths += 1
-    assert deaths >= (8 if method == "awq" else 5)
+    assert deaths >= (5 if method == "rtn" else 8)
     assert read_files(tmp_path / "killed") == expected
 
 
@@ -301,14 +315,18 @@ def write_unrouted(path: Path) -> Path:
     return fixtures.deepseek_v2(path, tokenizer=True, num_experts_per_tok=2, edit=route_away)
 
 
+@pytest.mark.parametrize("method", ["awq", "gptq"])
 @pytest.mark.parametrize("policy", ["round_to_nearest", "share_scale"])
-def test_experts_without_tokens(tmp_path: Path, text: Path, policy: str) -> None:
+def test_experts_without_tokens(tmp_path: Path, text: Path, policy: str, method: str) -> None:
     source = write_engine(tmp_path, write_unrouted(tmp_path / "hub"))
-    _, report = run(source, tmp_path / "out", settings(text, unrouted_experts=policy))
+    _, report = run(source, tmp_path / "out", settings(text, unrouted_experts=policy, method=method))
     experts = report.experts["1"]
     assert experts["tokens"][5] == 0 and sum(experts["tokens"]) == 24 * 32 * 2
     assert experts["unrouted"]["5"] == policy
     row = report.linears["transformer.layers.1.mlp.experts.5.proj"]
+    if method == "gptq":
+        assert (row["loss_after"] is None) == (policy == "round_to_nearest")
+        return
     if policy == "round_to_nearest":
         assert row["alpha"] is None and row["scale"] is None and row["loss_after"] is None
     else:

@@ -1,0 +1,112 @@
+"""GPTQ: Frantar et al., arXiv 2210.17323, and the same on weights that AWQ has scaled.
+
+A linear's columns are rounded one after the other; what rounding one costs the output is made up for by those still to
+come, which the inverse of H = mean(x·xᵀ) tells how (Optimal Brain Surgeon). Columns of large inputs go first
+(activation order), while they can still be made up for. Groups are static: their scales are found before anything is
+rounded, so that a column's group is its place in the checkpoint, whatever the order, and the layout needs no index.
+
+Each group's scale is searched (`clip`), judged by eᵀH_g·e with the group's own block of H, at plain rounding. It is
+rounded to the model's type before a weight is divided by it.
+
+Shapes: O output features, I input features, g input features per group, B columns per block.
+"""
+
+from __future__ import annotations
+
+from functools import partial
+from typing import TYPE_CHECKING
+
+import torch
+
+from pipeline.quantization import awq
+from pipeline.quantization.int4 import HIGHEST, LOWEST, find_scales, round_trip
+from pipeline.quantization.problem import Choice, Loss, Problem, Treatment
+
+if TYPE_CHECKING:
+    from collections.abc import MutableMapping
+
+    from torch import Tensor
+
+    from pipeline.quantization.moments import Factor
+
+BLOCK = 128  # B: columns whose errors are carried over one by one; all later ones get a block's errors in one product
+
+
+def choose(problem: Problem) -> Choice:
+    """No scale of the input; every linear that calibration reached is rounded by GPTQ when it is written."""
+    return _round_with(problem, Choice())
+
+
+def choose_scaled(problem: Problem) -> Choice:
+    """AWQ's scale, then GPTQ on the weights and inputs so scaled. The limits are GPTQ's own."""
+    return _round_with(problem, awq.choose_scale(problem))
+
+
+def _round_with(problem: Problem, choice: Choice) -> Choice:
+    losses: dict[str, Loss] = {}
+    treatments = {
+        linear.name: Treatment(
+            round=partial(_round_linear, problem, linear.name, linear.group_size, choice.scale, losses)
+        )
+        for linear in problem.linears
+        if linear.name in problem.moments
+    }
+    return Choice(alpha=choice.alpha, scale=choice.scale, treatments=treatments, losses=losses)
+
+
+def _round_linear(
+    problem: Problem,
+    name: str,
+    group: int,
+    scale: Tensor | None,
+    losses: MutableMapping[str, Loss],
+    weight: Tensor,
+) -> tuple[Tensor, Tensor]:
+    """`Treatment.round` of the scaled weight [O, I]; notes what it lost."""
+    factor = problem.factors.get(problem.moments[name], scale)
+    scales = find_scales(
+        weight,
+        group,
+        scale_dtype=problem.scale_dtype,
+        limits=awq.clip(weight, factor.blocks(group), group, problem.scale_dtype) if problem.clip else None,
+        name=f"{name}.weight",
+    )
+    q = round_columns(weight, scales, factor)
+    plain = weight if scale is None else weight / scale
+    nearest = round_trip(plain, group, scale_dtype=problem.scale_dtype)
+    nearest = nearest if scale is None else nearest.mul_(scale)
+    whole = max(factor.error(weight), 1e-30)
+    losses[name] = Loss(
+        factor.error(nearest.sub_(weight)) / whole, factor.error(dequantize(q, scales).sub_(weight)) / whole
+    )
+    return q, scales
+
+
+def round_columns(weight: Tensor, scales: Tensor, factor: Factor) -> Tensor:
+    """int8 [O, I] of `weight` [O, I] in the groups of `scales` [O, I/g]: algorithm 1 of the paper.
+
+    Works on the transpose: a column, its scale and its error are contiguous, as is each block of them.
+    """
+    columns = weight.shape[1]
+    group = columns // scales.shape[1]
+    order, upper = factor.order, factor.upper
+    w = weight.T[order]  # [I, O]
+    s = scales.T[order // group]
+    q = torch.empty_like(w)
+    for start in range(0, columns, BLOCK):
+        stop = min(start + BLOCK, columns)
+        errors = torch.empty_like(w[start:stop])
+        for j in range(start, stop):
+            torch.div(w[j], s[j], out=q[j]).round_().clamp_(LOWEST, HIGHEST)
+            error = torch.sub(w[j], q[j] * s[j], out=errors[j - start]).div_(upper[j, j])
+            w[j + 1 : stop].addr_(upper[j, j + 1 : stop], error, alpha=-1)
+        w[stop:].addmm_(upper[start:stop, stop:].T, errors, alpha=-1)
+    result = torch.empty(columns, weight.shape[0], dtype=torch.int8)
+    result[order] = q.to(torch.int8)
+    return result.T.contiguous()
+
+
+def dequantize(q: Tensor, scales: Tensor) -> Tensor:
+    """float32 [O, I] of q int8 [O, I] and scales [O, I/g]."""
+    rows, groups = scales.shape
+    return (q.view(rows, groups, -1) * scales[:, :, None]).view(q.shape)
