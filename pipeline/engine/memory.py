@@ -115,6 +115,7 @@ class _Part:
     spec: NetworkSpec
     weights: int
     exchanged: int
+    fp8: bool
     ports: tuple[Port, ...]  # step inputs and the logits, without the pools
 
     @property
@@ -125,7 +126,13 @@ class _Part:
     def plan(self, profile: Profile) -> Workspace:
         s = self.spec
         return plan_workspace(
-            self.architecture, profile, dtype=s.dtype, block_size=s.block_size, moe=s.moe, exchanged=self.exchanged
+            self.architecture,
+            profile,
+            dtype=s.dtype,
+            block_size=s.block_size,
+            moe=s.moe,
+            exchanged=self.exchanged,
+            fp8=self.fp8,
         )
 
     def io_bytes(self, profile: Profile) -> int:
@@ -159,6 +166,7 @@ def _pick_part(
         spec=spec,
         weights=weights[heaviest],
         exchanged=split.expert,
+        fp8=fp8,
         # Pools are the ports of rank 4; everything else is int32 or float32.
         ports=tuple(port for port in ports if len(port.axes) < 4),
     )

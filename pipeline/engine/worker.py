@@ -16,6 +16,7 @@ import traceback
 from pathlib import Path
 from typing import IO, Any
 
+from pipeline.checkpoint.layouts.scales import BLOCK_SCALES
 from pipeline.engine.backends import Backend, find_backend
 from pipeline.engine.callbacks import EngineWriter, Events, make_logger, make_monitor, make_stream
 from pipeline.engine.diagnostics import diagnose
@@ -61,6 +62,10 @@ def run(request: dict[str, Any], log: IO[str], events: Events) -> None:
     config = _configure(trt, backend, builder, request, limits, ports, events)
     if built.plugins:
         _carry_kernels(trt, built, config, request["sm"], events)
+    if any(name.endswith(BLOCK_SCALES) for name in source.tensors):
+        # Otherwise weights in FP8 blocks are dequantized all at once, beside each other, on streams of their own: their
+        # 16-bit forms then take as much workspace as the model in 16 bits would have taken memory.
+        config.max_aux_streams = 0
     writer = _compile(trt, builder, network, config, Path(request["engine"]), events, errors)
     events.send(
         "done",

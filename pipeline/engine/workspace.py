@@ -40,6 +40,7 @@ class Schedule:
 
     buffers: list[Buffer] = field(default_factory=list)
     step: int = 0
+    single: bool = False  # everything on one stream
     _forks: int = 0
     _stream: tuple[int, int] | None = None
 
@@ -61,6 +62,8 @@ class Schedule:
 
     def fork(self) -> None:
         """The kernels from here to the join run on several streams; the first of them begins."""
+        if self.single:
+            return
         self._forks += 1
         self._stream = (self._forks, 0)
 
@@ -108,11 +111,11 @@ def place(buffers: Iterable[Buffer]) -> Workspace:
         others, life, born = beside.get(buffer.stream, 0), buffer.life, 1 << buffer.born
         region = next((region for region in regions if region.is_free(life, born, others)), None)
         if region is None:
-            region = _Region(name=buffer.name, nbytes=_align(buffer.nbytes, _ALIGNMENT))
+            region = _Region(name=buffer.name, nbytes=align(buffer.nbytes, _ALIGNMENT))
             regions.append(region)
         region.take(buffer, others)
     terms = tuple((region.name, region.nbytes) for region in regions)
-    return Workspace(nbytes=_align(sum(nbytes for _, nbytes in terms), GRANULE), terms=terms)
+    return Workspace(nbytes=align(sum(nbytes for _, nbytes in terms), GRANULE), terms=terms)
 
 
 def _steps_beside(buffers: Iterable[Buffer]) -> dict[tuple[int, int] | None, int]:
@@ -127,5 +130,5 @@ def _steps_beside(buffers: Iterable[Buffer]) -> dict[tuple[int, int] | None, int
     return {stream: forks[stream[0]] & ~taken for stream, taken in steps.items()}
 
 
-def _align(nbytes: int, granule: int) -> int:
+def align(nbytes: int, granule: int) -> int:
     return -(-nbytes // granule) * granule

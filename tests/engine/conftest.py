@@ -12,6 +12,8 @@ from pipeline.engine.builder import build_engine
 from pipeline.engine.description import EngineDescription
 from pipeline.engine.limits import BuildLimits, Rectangle
 from pipeline.network.spec import NetworkSpec
+from pipeline.workspace import FolderWorkspace
+from tests import fixtures
 from tests.engine.checkpoints import TINY_LLAMA, TINY_V2, write_engine_checkpoint
 
 LLAMA_INT4 = ("attention_input", "attention_output", "mlp")
@@ -70,3 +72,48 @@ def llama_engine(tmp_path_factory: pytest.TempPathFactory) -> Built:
 @pytest.fixture(scope="session")
 def v2_engine(tmp_path_factory: pytest.TempPathFactory) -> Built:
     return build(tmp_path_factory.mktemp("v2"), TINY_V2, V2_INT4, LIMITS)
+
+
+# Experts and pages that are large beside everything else, so that a matrix too many alive would show.
+FP8_LIMITS = BuildLimits(
+    max_seq_len=256,
+    max_batch_size=8,
+    max_num_tokens=256,
+    generation=(Rectangle(batch=8, length=256),),
+    max_blocks=100,
+    max_chunk=64,
+)
+
+
+@pytest.fixture(scope="session")
+def fp8_engine(tmp_path_factory: pytest.TempPathFactory) -> Built:
+    """DeepSeek-V3 in FP8 blocks that the engine keeps, for SM89: one dense layer, two routed ones."""
+    from pipeline.checkpoint.convert import convert_checkpoint
+    from pipeline.checkpoint.folder import CheckpointFolder
+
+    folder = tmp_path_factory.mktemp("fp8")
+    source = fixtures.deepseek_v3(
+        folder / "source",
+        fp8=True,
+        hidden_size=512,
+        intermediate_size=1024,
+        moe_intermediate_size=256,
+        n_routed_experts=48,
+        n_group=4,
+        topk_group=2,
+        num_experts_per_tok=4,
+        num_attention_heads=8,
+        num_key_value_heads=8,
+        q_lora_rank=384,
+        kv_lora_rank=512,
+        qk_rope_head_dim=64,
+        qk_nope_head_dim=128,
+        v_head_dim=128,
+        num_hidden_layers=3,
+        num_nextn_predict_layers=0,
+        first_k_dense_replace=1,
+    )
+    checkpoint = folder / "checkpoint"
+    convert_checkpoint(CheckpointFolder.open(source), FolderWorkspace(checkpoint), dtype=None, overflow="refuse")
+    config = CheckpointFolder.open(checkpoint).config
+    return build(folder, config, (), FP8_LIMITS, sm=89)

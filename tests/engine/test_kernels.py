@@ -1,4 +1,4 @@
-"""The bar of `plan`: within a tenth of what the engine that is built states."""
+"""The bar of `plan`: up to a tenth above what the engine that is built states, and never below."""
 
 from __future__ import annotations
 
@@ -13,12 +13,12 @@ ENGINES = [("llama_engine", LLAMA_INT4), ("v2_engine", V2_INT4)]
 
 
 @pytest.mark.parametrize(("which", "_"), ENGINES)
-def test_workspace_is_within_a_tenth(which: str, _: tuple[str, ...], request: pytest.FixtureRequest) -> None:
+def test_workspace_is_at_most_a_tenth_more(which: str, _: tuple[str, ...], request: pytest.FixtureRequest) -> None:
     built: Built = request.getfixturevalue(which)
     for profile, stated in zip(built.limits.profiles(), built.description.profiles, strict=True):
         planned = plan_workspace(built.architecture, profile, dtype="float16", block_size=64, moe="dense")
         assert stated.workspace_bytes is not None
-        assert planned.nbytes == pytest.approx(stated.workspace_bytes, rel=0.1), planned.terms[:8]
+        assert 1 <= planned.nbytes / stated.workspace_bytes <= 1.1, planned.terms[:8]
 
 
 @pytest.mark.parametrize(("which", "int4"), ENGINES)
@@ -36,3 +36,18 @@ def test_terms_name_what_the_workspace_is_made_of(llama_engine: Built) -> None:
     assert terms[0][1] == 32 * 1024 * 2 * 64 * 2  # batch, length, KV heads, head size, bytes
     terms = plan_workspace(llama_engine.architecture, context, dtype="float16", block_size=64, moe="dense").terms
     assert ("mask", 8 * 64 * 4096 * 2) in terms  # batch, chunk, length, bytes
+
+
+def test_weights_in_fp8_blocks_are_dequantized_one_at_a_time(fp8_engine: Built) -> None:
+    """Each into the workspace; not all at once, which would take what the model in 16 bits takes."""
+    built, architecture = fp8_engine, fp8_engine.architecture
+    experts = 48 * 512 * 256 * 2  # bytes of one matrix of all experts of a layer in bfloat16
+    weights = estimate_weights(architecture, dtype="bfloat16", max_seq_len=built.spec.max_seq_len, fp8=True)
+    assert weights == pytest.approx(built.description.weights_bytes, rel=0.02)
+    for profile, stated in zip(built.limits.profiles(), built.description.profiles, strict=True):
+        planned = plan_workspace(architecture, profile, dtype="bfloat16", block_size=64, moe="dense", fp8=True)
+        assert stated.workspace_bytes is not None
+        assert 1 <= planned.nbytes / stated.workspace_bytes <= 1.06, planned.terms[:8]
+        in_16_bits = plan_workspace(architecture, profile, dtype="bfloat16", block_size=64, moe="dense")
+        assert planned.nbytes > in_16_bits.nbytes or profile.phase == "context"
+    assert experts < (built.description.profiles[1].workspace_bytes or 0) < 3 * experts  # of the six there are

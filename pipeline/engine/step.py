@@ -1,0 +1,51 @@
+"""A step of a decoder as a schedule of kernels: what those of attention and of the MLPs share."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field
+
+from pipeline.checkpoint.architecture import Architecture
+from pipeline.engine.workspace import Buffer, Schedule
+
+# Kernels that do not need each other run on streams of their own where they are work enough: experts of this many
+# multiply-adds beside the router, a gather of this many elements beside the queries' GEMM (of any size, once a layer
+# before it has used a second stream).
+FORKED_EXPERTS = 1 << 23
+FORKED_GATHER = 1 << 24
+FLOAT32 = INT32 = 4
+
+Buffers = tuple[Buffer, ...]
+
+
+@dataclass(slots=True)
+class Step:
+    a: Architecture
+    n: dict[str, int]
+    e: int
+    moe: str
+    exchanged: int = 1
+    fp8: bool = False
+    plan: Schedule = field(default_factory=Schedule)
+    # Made by the first layer, read by all: the mask, RoPE's rows of the tables.
+    shared: Buffers = ()
+    has_streams: bool = False  # an earlier layer has used a second stream
+
+    @property
+    def hidden(self) -> int:
+        return self.n["T"] * self.a.hidden_size * self.e
+
+    @property
+    def is_generation(self) -> bool:
+        return self.n["Q"] == 1
+
+    def dequantize(self, elements: int) -> Buffers:
+        """The weights of a GEMM of so many elements, where they have to be made for it."""
+        return self.plan.kernel(weights=elements * self.e) if self.fp8 else ()
+
+    def linear(self, *reads: Buffer, out: int, width: int, **writes: int) -> Buffers:
+        """A GEMM whose weights are [out, width]."""
+        return self.plan.gemm(*reads, *self.dequantize(out * width), **writes)
+
+
+def add_norm(s: Step, *reads: Buffer) -> Buffers:
+    return s.plan.kernel(*reads, residual=s.hidden, normal=s.hidden)
