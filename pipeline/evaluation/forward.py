@@ -126,6 +126,7 @@ def _run(
                 yield Event(step=i, layer=None, rows=outputs[result])
             else:
                 activations.put(i, outputs[result])
+        _let_go(source, first, last)
 
 
 def _held(dtype: str, mode: Mode) -> str:
@@ -139,3 +140,14 @@ def _feed(
     if hidden is not None:
         feeds[inputs.HIDDEN_STATES] = hidden
     return feeds
+
+
+def _let_go(source: TensorSource, first: int, last: int) -> None:
+    """Drops the pages of a mapped file that the slice's weights were read from: they would add up, layer by layer."""
+    if not hasattr(source, "release"):
+        return  # not over files
+    for layer in range(first, last):
+        prefix = f"transformer.layers.{layer}."
+        for name in source.tensors:
+            if name.startswith(prefix):
+                source.release(name)

@@ -33,14 +33,10 @@ def test_what_was_proved_is_what_was_built_and_packaged(finished: Project) -> No
     digests = {proof["network_digest"], engine["network_digest"], manifest["network_digest"], network["digest"]}
     assert len(digests) == 1
     assert engine["sm"] == 80
-    assert {gate["name"]: gate["passed"] for gate in proof["gates"]} == {
-        "conversion": True,
-        "network_exact": True,
-        "network_declared": True,
-        "perplexity_ratio": None,
-        "top1_agreement": None,
-        "mean_kl": True,
-    }
+    passed = {gate["name"]: gate["passed"] for gate in proof["gates"]}
+    bounded = {"conversion", "network_exact", "network_declared", "mean_kl"}
+    assert {name for name, verdict in passed.items() if verdict} == bounded
+    assert {verdict for name, verdict in passed.items() if name not in bounded} == {None}
 
 
 def test_the_network_is_rebuilt_from_the_package_alone(finished: Project) -> None:
@@ -54,6 +50,12 @@ def test_the_network_is_rebuilt_from_the_package_alone(finished: Project) -> Non
     source = CheckpointFolder.open(checkpoint)
     spec = NetworkSpec.from_json(json.dumps(network["spec"]))
     assert read_program(source, source.architecture, spec).digest() == network["digest"]
+
+
+def test_the_run_has_a_page_that_shows_all_of_it(finished: Project) -> None:
+    page = (finished.run / "report.html").read_text()
+    for words in (*NAMES, "4 gates passed", "Tokens per expert", "Worst prompts, side by side"):
+        assert words in page, words
 
 
 def test_the_package_passes_sha256sum(finished: Project) -> None:
