@@ -110,6 +110,10 @@ class LoadedEngine:
 
     def _deserialize(self, path: Path) -> Any:
         runtime = self._trt.Runtime(self._logger)
+        if self.description.spec.lowering.plugins():
+            from plugins.tensorrt_plugin import register_plugins
+
+            register_plugins(self._trt)  # an engine finds its plugins among those that are known when it is loaded
         try:
             with open(path, "rb") as file, mmap.mmap(file.fileno(), 0, access=mmap.ACCESS_READ) as data:
                 if hasattr(runtime, "get_engine_validity"):  # TensorRT-RTX's

@@ -15,6 +15,7 @@ import torch
 from pipeline.engine.limits import BuildLimits, Rectangle
 from pipeline.errors import CompatibilityError
 from pipeline.network.program import Program
+from pipeline.network.spec import Lowering
 from pipeline.runtime import launches
 from pipeline.runtime.engine_runner import EngineRunner
 from pipeline.runtime.errors import RunnerError
@@ -324,6 +325,23 @@ def test_another_engine_than_described_is_refused(llama: Engine, edit: Any, mess
     module = StandIn(llama.program, description, device, rtx=True)
     with pytest.raises(CompatibilityError, match=message):
         EngineRunner(llama.path, replace(description, **edit(description)), trt=module, device=device)
+
+
+@pytest.mark.parametrize("lowering", [Lowering(), Lowering(rope_paged_kv="plugin")])
+def test_plugins_are_known_before_an_engine_that_has_them_is_loaded(
+    llama: Engine, lowering: Lowering, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    known: list[Any] = []
+    loaded = stand_in.PlainRuntime.deserialize_cuda_engine
+
+    def deserialize(runtime: Any, data: Any) -> Any:
+        assert bool(known) == bool(lowering.plugins())
+        return loaded(runtime, data)
+
+    monkeypatch.setattr("plugins.tensorrt_plugin.register_plugins", known.append)
+    monkeypatch.setattr(stand_in.PlainRuntime, "deserialize_cuda_engine", deserialize)
+    runner = llama.load(changes={"spec": llama.model.spec(lowering=lowering)})
+    assert known == ([module_of(runner)] if lowering.plugins() else [])
 
 
 def test_weights_can_stay_in_host_memory(llama: Engine) -> None:
