@@ -17,6 +17,8 @@ if TYPE_CHECKING:
 OPERATIONS = {
     "rope_paged_kv": "plugins.rope_paged_kv.operation:RopePagedKv",
     "rope_paged_latent": "plugins.rope_paged_kv.operation:RopePagedLatent",
+    "paged_attention": "plugins.paged_attention.operation:PagedAttention",
+    "paged_latent_attention": "plugins.paged_attention.operation:PagedLatentAttention",
 }
 
 

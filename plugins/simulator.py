@@ -2,7 +2,7 @@
 
 In a process of its own: Triton decides while it is imported whether kernels are compiled or interpreted. Slow (a
 program takes milliseconds): for small shapes. Its casts from fp32 are not the GPU's: bfloat16 is cut off, FP8 may be a
-step off. fp32 and fp16 are exact.
+step off; and it cannot multiply bfloat16 matrices. fp32 and fp16 are exact.
 """
 
 from __future__ import annotations

@@ -239,7 +239,7 @@ def _share_workspaces(stated: tuple[int, ...], grouped: list[tuple[Graph, ...]])
     if all(len(graphs) == 1 for graphs in grouped):
         needed = [graph.workspace_bytes for (graph,) in grouped]
         return needed if stated == tuple(needed) else None
-    starts = []
+    starts: list[int] = []
     for graphs in grouped:
         largest = max(graph.workspace_bytes for graph in graphs)
         first = starts[-1] + 1 if starts else 0

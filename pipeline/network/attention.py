@@ -6,7 +6,7 @@ from pipeline.network import cache, inputs
 from pipeline.network.context import Context
 from pipeline.network.graph import Graph, Tensor
 from pipeline.network.linear import linear
-from pipeline.network.lowering import ROPE
+from pipeline.network.lowering import ATTENTION, ROPE
 from pipeline.network.rope import softmax_scale
 
 
@@ -44,6 +44,9 @@ def rotate_and_append(g: Graph, context: Context, layer: int, qkv: Tensor) -> tu
 def attend(g: Graph, context: Context, layer: int, query: Tensor, k_pool: Tensor, v_pool: Tensor) -> Tensor:
     """query [T, h, D] over the pools → [T, h * D]."""
     a = context.architecture
+    if ATTENTION in context.plugins:
+        (sums,) = g.plugin(ATTENTION, context.plugins[ATTENTION], [query, k_pool, v_pool, *cache.steps(context)])
+        return g.reshape("rows", sums, (-1, a.num_heads * a.head_dim))
     ports = inputs.layer_pools(a, context.spec, layer)
     keys, values = (cache.pages(g, context, *pair) for pair in zip(ports, (k_pool, v_pool), strict=True))
     padded = g.gather("query.padded", query, context.inputs[inputs.PAD_INDEX.name])

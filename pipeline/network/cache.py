@@ -38,6 +38,11 @@ def plugin(g: Graph, context: Context, name: str, data: Sequence[Tensor], pools:
     return tuple(outputs)
 
 
+def steps(context: Context) -> list[Tensor]:
+    """What a plugin needs in order to find each sequence's rows and pages."""
+    return [context.inputs[port.name] for port in (inputs.SLOT_IDS, inputs.PAD_INDEX, inputs.BLOCK_TABLES)]
+
+
 def pages(g: Graph, context: Context, pool: Port, updated: Tensor) -> Tensor:
     """The blocks of each sequence side by side: [B, heads, K, width], K = MB * block_size."""
     _, heads, _, width = pool.shape

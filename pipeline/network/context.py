@@ -20,7 +20,8 @@ class Context:
     """The model's description, its weights, and the tensors that are made once and used by every layer.
 
     inputs: the network's inputs by name. positions: position ids as [T, 1]. tables: RoPE's cos and sin. mask: of
-    attention, see `cache.attention_mask`. plugins: the operations of a layer that are plugins, by lowering.
+    attention, see `cache.attention_mask`; positions and mask are None where a plugin needs none. plugins: the
+    operations of a layer that are plugins, by lowering.
     """
 
     architecture: Architecture

@@ -12,7 +12,7 @@ from pipeline.network.cache import attention_mask
 from pipeline.network.context import Context
 from pipeline.network.graph import Graph, Tensor
 from pipeline.network.latent_attention import latent_attention
-from pipeline.network.lowering import ROPE, layer_plugins, network_plugins
+from pipeline.network.lowering import ATTENTION, ROPE, layer_plugins, network_plugins
 from pipeline.network.mlp import gated_mlp
 from pipeline.network.norm import rms_norm
 from pipeline.network.rope import rope_table
@@ -53,6 +53,8 @@ def write_decoder(g: Graph, architecture: Architecture, spec: NetworkSpec, weigh
     blocks = BLOCKS[architecture.name]
     plugins = layer_plugins(architecture, spec)
     positions = None if ROPE in plugins else g.reshape("rope.positions", step[inputs.POSITION_IDS.name], (-1, 1))
+    rows_per_query = blocks.rows_per_query(architecture)
+    mask = None if ATTENTION in plugins else attention_mask(g.at("mask"), step, spec.block_size, rows_per_query)
     context = Context(
         architecture=architecture,
         spec=spec,
@@ -60,7 +62,7 @@ def write_decoder(g: Graph, architecture: Architecture, spec: NetworkSpec, weigh
         inputs=step,
         positions=positions,
         tables=_tables(g.at("rope"), architecture, spec),
-        mask=attention_mask(g.at("mask"), step, spec.block_size, blocks.rows_per_query(architecture)),
+        mask=mask,
         plugins=plugins,
     )
     embedding = (weights, architecture.vocab_size, architecture.hidden_size)

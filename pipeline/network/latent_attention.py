@@ -23,7 +23,7 @@ from pipeline.network.context import Context
 from pipeline.network.derived import Derived
 from pipeline.network.graph import Graph, Tensor
 from pipeline.network.linear import checkpoint_name, linear
-from pipeline.network.lowering import ROPE
+from pipeline.network.lowering import ATTENTION, ROPE
 from pipeline.network.norm import rms_norm
 from pipeline.network.rope import softmax_scale
 from pipeline.network.weights import lower
@@ -92,6 +92,9 @@ def _project_queries(g: Graph, context: Context, latent: LatentAttention, x: Ten
 
 def _attend(g: Graph, context: Context, latent: LatentAttention, layer: int, query: Tensor, pool: Tensor) -> Tensor:
     """query [T, h, R+P] over the pool → [T, h, R]."""
+    if ATTENTION in context.plugins:
+        (sums,) = g.plugin(ATTENTION, context.plugins[ATTENTION], [query, pool, *cache.steps(context)])
+        return sums
     a, width = context.architecture, latent.latent_dim
     (port,) = inputs.layer_pools(a, context.spec, layer)
     latents = cache.pages(g, context, port, pool)

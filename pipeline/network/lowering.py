@@ -12,13 +12,14 @@ from typing import TYPE_CHECKING
 from pipeline.errors import CompatibilityError
 from pipeline.network.rope import softmax_scale
 from plugins.operation import Operation
+from plugins.paged_attention.operation import PagedAttention, PagedLatentAttention
 from plugins.rope_paged_kv.operation import RopePagedKv, RopePagedLatent
 
 if TYPE_CHECKING:
-    from pipeline.checkpoint.architecture import Architecture
+    from pipeline.checkpoint.architecture import Architecture, LatentAttention
     from pipeline.network.spec import NetworkSpec
 
-ROPE = "rope_paged_kv"
+ROPE, ATTENTION = "rope_paged_kv", "paged_attention"
 
 
 def rope_paged_kv(architecture: Architecture, spec: NetworkSpec) -> RopePagedKv:
@@ -38,9 +39,7 @@ def rope_paged_kv(architecture: Architecture, spec: NetworkSpec) -> RopePagedKv:
 
 def rope_paged_latent(architecture: Architecture, spec: NetworkSpec) -> RopePagedLatent:
     """Of multi-head latent attention."""
-    latent = architecture.latent
-    if latent is None:
-        raise CompatibilityError(f"{architecture.name} has no latent attention", hint="config.json lacks kv_lora_rank")
+    latent = _latent(architecture)
     return RopePagedLatent(
         dtype=spec.dtype,
         heads=architecture.num_heads,
@@ -54,9 +53,45 @@ def rope_paged_latent(architecture: Architecture, spec: NetworkSpec) -> RopePage
     )
 
 
+def paged_attention(architecture: Architecture, spec: NetworkSpec) -> PagedAttention:
+    """Of grouped-query attention."""
+    return PagedAttention(
+        dtype=spec.dtype,
+        heads=architecture.num_heads,
+        kv_heads=architecture.num_kv_heads,
+        head_size=architecture.head_dim,
+        block_size=spec.block_size,
+        window=0,
+        pool_dtype=spec.dtype,
+    )
+
+
+def paged_latent_attention(architecture: Architecture, spec: NetworkSpec) -> PagedLatentAttention:
+    """Of multi-head latent attention."""
+    latent = _latent(architecture)
+    return PagedLatentAttention(
+        dtype=spec.dtype,
+        heads=architecture.num_heads,
+        rank=latent.kv_lora_rank,
+        rotary_size=latent.qk_rope_head_dim,
+        block_size=spec.block_size,
+        window=0,
+        pool_dtype=spec.dtype,
+    )
+
+
+def _latent(architecture: Architecture) -> LatentAttention:
+    if architecture.latent is None:
+        raise CompatibilityError(f"{architecture.name} has no latent attention", hint="config.json lacks kv_lora_rank")
+    return architecture.latent
+
+
 # Lowering -> its operation in a layer of grouped-query attention, and in one of latent attention.
 Make = Callable[["Architecture", "NetworkSpec"], Operation]
-OPERATIONS: dict[str, tuple[Make, Make]] = {ROPE: (rope_paged_kv, rope_paged_latent)}
+OPERATIONS: dict[str, tuple[Make, Make]] = {
+    ROPE: (rope_paged_kv, rope_paged_latent),
+    ATTENTION: (paged_attention, paged_latent_attention),
+}
 
 
 def layer_plugins(architecture: Architecture, spec: NetworkSpec) -> dict[str, Operation]:

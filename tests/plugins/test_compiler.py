@@ -28,7 +28,7 @@ def test_ptx_is_for_its_target_and_names_no_file(sm: int) -> None:
 
 def test_fp8_needs_sm89() -> None:
     (kernel,) = replace(HEADS, pool_dtype="fp8").kernels()
-    with pytest.raises(BuildError, match="write_heads does not compile for SM80: .*fp8e4nv"):
+    with pytest.raises(BuildError, match=r"write_heads does not compile for SM80: .*fp8e4nv"):
         compile_kernel(kernel, 80)
     assert compile_kernel(kernel, 89).spills == 0
 

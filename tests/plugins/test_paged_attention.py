@@ -1,0 +1,148 @@
+"""The kernels against their references: ragged batches over scattered blocks, split or not, windowed or not."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+
+import pytest
+import torch
+import torch.nn.functional as F
+from hypothesis import given
+from hypothesis import strategies as st
+
+from plugins.operation import Operation
+from plugins.paged_attention.operation import PROGRAMS, QUANTIZED, PagedAttention, PagedLatentAttention
+from plugins.simulator import Simulator
+from tests.plugins.steps import EXAMPLES, Step, make_step, spans
+
+GROUPED = PagedAttention(
+    dtype="float32", heads=4, kv_heads=2, head_size=16, block_size=16, window=0, pool_dtype="float32"
+)
+LATENT = PagedLatentAttention(
+    dtype="float32", heads=3, rank=32, rotary_size=16, block_size=16, window=0, pool_dtype="float32"
+)
+# Type of queries, type of pools, largest difference: of values of about 1, in fp16 with probabilities rounded to it.
+TYPES = [("float32", "float32", 2e-6), ("float16", "float16", 4e-3), ("float32", "int8", 2e-5)]
+SPLIT = [(700, 1), (3, 1), (255, 1)]  # single tokens, one of them with enough keys for three programs
+
+
+def make_inputs(op: PagedAttention | PagedLatentAttention, step: Step) -> list[torch.Tensor]:
+    grouped = isinstance(op, PagedAttention)
+    width = op.head_size if isinstance(op, PagedAttention) else op.rank + op.rotary_size
+    kv_heads = op.kv_heads if isinstance(op, PagedAttention) else 1
+    pools = [
+        step.draw(step.blocks, kv_heads, op.block_size, width, dtype=op.pool_dtype) for _ in range(2 if grouped else 1)
+    ]
+    query = (step.draw(step.rows, op.heads, width) * width**-0.5).to(getattr(torch, op.dtype))
+    scales = [step.scales(2, kv_heads) if grouped else step.scales(2)] if op.pool_dtype in QUANTIZED else []
+    inputs = [step.inputs[name] for name in ("slot_ids", "pad_index", "block_tables")]
+    return [query, *pools, *inputs, *scales]
+
+
+def check(simulator: Simulator, op: PagedAttention | PagedLatentAttention, step: Step, bound: float) -> None:
+    inputs = make_inputs(op, step)
+    (found,), (wanted,) = simulator.run(op, inputs), op.compute(*(tensor.clone() for tensor in inputs))
+    assert (found.shape, found.dtype) == (wanted.shape, wanted.dtype)
+    torch.testing.assert_close(found.float(), wanted.float(), rtol=bound, atol=bound)
+
+
+@EXAMPLES
+@given(
+    where=spans(longest=70),
+    types=st.sampled_from(TYPES),
+    heads=st.sampled_from([(1, 1), (6, 2), (8, 1)]),
+    head_size=st.sampled_from([8, 16, 40]),
+    window=st.sampled_from([0, 0, 1, 20]),
+    block_size=st.sampled_from([16, 32, 128]),
+)
+def test_grouped_heads_attend_to_their_pages(
+    simulator: Simulator,
+    where: list[tuple[int, int]],
+    types: tuple[str, str, float],
+    heads: tuple[int, int],
+    head_size: int,
+    window: int,
+    block_size: int,
+) -> None:
+    op = replace(
+        GROUPED, dtype=types[0], pool_dtype=types[1], heads=heads[0], kv_heads=heads[1], head_size=head_size,
+        window=window, block_size=block_size,
+    )  # fmt: skip
+    check(simulator, op, make_step(where, block_size), types[2])
+
+
+@EXAMPLES
+@given(
+    where=spans(longest=70),
+    types=st.sampled_from(TYPES),
+    heads=st.sampled_from([1, 3, 20]),
+    sizes=st.sampled_from([(16, 16), (48, 8), (32, 24)]),
+    window=st.sampled_from([0, 0, 20]),
+    block_size=st.sampled_from([16, 64]),
+)
+def test_latent_heads_attend_to_their_pages(
+    simulator: Simulator,
+    where: list[tuple[int, int]],
+    types: tuple[str, str, float],
+    heads: int,
+    sizes: tuple[int, int],
+    window: int,
+    block_size: int,
+) -> None:
+    op = replace(
+        LATENT, dtype=types[0], pool_dtype=types[1], heads=heads, rank=sizes[0], rotary_size=sizes[1], window=window,
+        block_size=block_size,
+    )  # fmt: skip
+    check(simulator, op, make_step(where, block_size), types[2])
+
+
+@pytest.mark.parametrize("window", [0, 300])
+@pytest.mark.parametrize("op", [GROUPED, LATENT], ids=["grouped", "latent"])
+def test_long_contexts_are_split(simulator: Simulator, op: PagedAttention | PagedLatentAttention, window: int) -> None:
+    op = replace(op, window=window)
+    step = make_step(SPLIT, op.block_size)
+    launches = op.launches([tuple(tensor.shape) for tensor in make_inputs(op, step)])
+    assert [launch.kernel.function for launch in launches] == ["attend", "combine"]
+    assert launches[0].grid[2] == len(SPLIT) * (2 if window else 3)
+    check(simulator, op, step, 2e-6)
+
+
+@pytest.mark.parametrize("op", [GROUPED, LATENT], ids=["grouped", "latent"])
+def test_splits_stay_within_the_workspace(op: PagedAttention | PagedLatentAttention) -> None:
+    for heads in (1, 16, 128):
+        sizes = replace(op, heads=heads * 2).sizes()
+        for sequences in range(1, PROGRAMS + 2):
+            for width in (1, 40, 4000):
+                splits = sizes.splits(1, sequences, width)
+                assert splits == 1 or sum(sizes.part_bytes(sequences, splits)) <= sizes.scratch_bytes()
+
+
+@pytest.mark.parametrize("op", [GROUPED, LATENT], ids=["grouped", "latent"])
+def test_an_empty_step_starts_nothing(op: Operation) -> None:
+    assert op.launches([(0,) * dims for _, dims in op.INPUTS]) == ()
+
+
+def test_fp8_pools_are_read_exactly(simulator: Simulator) -> None:
+    check(simulator, replace(LATENT, pool_dtype="fp8"), make_step([(3, 5), (30, 1)], 16), 2e-5)
+
+
+def test_the_reference_is_torchs_attention() -> None:
+    step = make_step([(0, 6)], 16)
+    inputs = make_inputs(GROUPED, step)
+    (found,) = GROUPED.compute(*inputs)
+    k, v = (pool[inputs[5][0, 0], :, :6].repeat_interleave(2, 0) for pool in inputs[1:3])
+    wanted = F.scaled_dot_product_attention(inputs[0].transpose(0, 1), k, v, is_causal=True, scale=1.0)
+    torch.testing.assert_close(found, wanted.transpose(0, 1))
+
+
+def test_a_row_is_the_same_in_any_company() -> None:
+    """To the last bit, in the reference: its own sequence in one chunk or by single tokens, alone or not."""
+    alone, crowd = make_step([(0, 12)], 16, seed=1), make_step([(0, 12), (40, 9)], 16, seed=1)
+    inputs, more = make_inputs(GROUPED, alone), make_inputs(GROUPED, crowd)
+    own = crowd.inputs["pad_index"][0, :12].long()
+    block, other = int(alone.inputs["block_tables"][0, 0]), int(crowd.inputs["block_tables"][0, 0])
+    more[0][own] = inputs[0]
+    for index in (1, 2):
+        more[index][other] = inputs[index][block]
+    (whole,), (beside,) = GROUPED.compute(*inputs), GROUPED.compute(*more)
+    assert torch.equal(whole, beside[own])
