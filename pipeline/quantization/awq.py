@@ -5,8 +5,8 @@ down, shrinks that channel's error by s as long as the group's maximum stays. s 
 sqrt(max·min) = 1, with alpha from a grid that holds 0 (round to nearest), judged by the output error
 |XWᵀ - (X/s)Q(W·s)ᵀ|² on sampled rows; for several linears that share s, by the sum.
 
-Clipping (optional): a smaller range per group of weights can pay off; judged by the error of that group's own
-contribution to the output, then kept for a linear only where its whole output error did not grow.
+Clipping (optional): each group's range is searched, see `clipping`; kept for a linear only where its whole output error
+did not grow.
 
 Shapes: O output features, I input features, g input features per group, R sampled rows.
 """
@@ -18,6 +18,7 @@ from typing import TYPE_CHECKING
 
 import torch
 
+from pipeline.quantization.clipping import search_limits
 from pipeline.quantization.int4 import round_trip
 from pipeline.quantization.problem import Choice, Loss, Problem, Treatment
 
@@ -28,10 +29,8 @@ if TYPE_CHECKING:
     from pipeline.quantization.rules import Linear
 
 ALPHAS = tuple(i / 20 for i in range(20))
-SHRINKS = tuple(1 - i / 20 for i in range(1, 11))
 # Channels that calibration saw (almost) silent: they get the scale of one this much below the loudest.
 FLOOR = 1e-4
-CLIP_ROWS = 256  # output features clipped at a time: bounds memory to a few times this by I
 
 
 def choose(problem: Problem) -> Choice:
@@ -105,31 +104,9 @@ def _clip(problem: Problem, linear: Linear, scale: Tensor | None, inputs: Inputs
     s = torch.ones(weight.shape[1]) if scale is None else scale
     grouped_rows = (inputs.rows / s).view(inputs.rows.shape[0], -1, group).transpose(0, 1)
     gram = grouped_rows.transpose(1, 2) @ grouped_rows
-    limits = clip(weight * s, gram, group, problem.scale_dtype)
+    limits = search_limits(weight * s, gram, group, problem.scale_dtype)
     error, clipped = (output_error(weight, s, inputs.rows, group, problem.scale_dtype, x) for x in (None, limits))
     return (limits, clipped / error) if clipped < error else (None, 1.0)
-
-
-def clip(weight: Tensor, gram: Tensor, group: int, scale_dtype: torch.dtype) -> Tensor:
-    """The best limits [O, I/g] for scaled weights [O, I], by the second moments `gram` [I/g, g, g] of each group."""
-    return torch.cat([_clip_rows(part, gram, group, scale_dtype) for part in torch.split(weight, CLIP_ROWS)])
-
-
-def _clip_rows(weight: Tensor, gram: Tensor, group: int, scale_dtype: torch.dtype) -> Tensor:
-    """The best limits [O, I/g] for scaled weights [O, I]: the least eᵀGe of each group's rounding error e [g]."""
-    amax = weight.view(weight.shape[0], -1, group).abs().amax(2)
-
-    def error(limits: Tensor | None) -> Tensor:
-        rounded = round_trip(weight, group, scale_dtype=scale_dtype, limits=limits)
-        e = rounded.sub_(weight).view(weight.shape[0], -1, group).transpose(0, 1)  # [I/g, O, g]
-        return ((e @ gram) * e).sum(2).T
-
-    best, least = amax, error(None)
-    for shrink in SHRINKS:
-        found = error(amax * shrink)
-        best = torch.where(found < least, amax * shrink, best)
-        least = torch.minimum(found, least)
-    return best
 
 
 def _squared(x: Tensor) -> float:

@@ -5,8 +5,7 @@ come, which the inverse of H = mean(x·xᵀ) tells how (Optimal Brain Surgeon). 
 (activation order), while they can still be made up for. Groups are static: their scales are found before anything is
 rounded, so that a column's group is its place in the checkpoint, whatever the order, and the layout needs no index.
 
-Each group's scale is searched (`clip`), judged by eᵀH_g·e with the group's own block of H, at plain rounding. It is
-rounded to the model's type before a weight is divided by it.
+Each group's scale is searched (see `clipping`). It is rounded to the model's type before a weight is divided by it.
 
 Shapes: O output features, I input features, g input features per group, B columns per block.
 """
@@ -19,6 +18,7 @@ from typing import TYPE_CHECKING
 import torch
 
 from pipeline.quantization import awq
+from pipeline.quantization.clipping import search_limits
 from pipeline.quantization.int4 import HIGHEST, LOWEST, find_scales, round_trip
 from pipeline.quantization.problem import Choice, Loss, Problem, Treatment
 
@@ -68,7 +68,7 @@ def _round_linear(
         weight,
         group,
         scale_dtype=problem.scale_dtype,
-        limits=awq.clip(weight, factor.blocks(group), group, problem.scale_dtype) if problem.clip else None,
+        limits=search_limits(weight, factor.weights(group), group, problem.scale_dtype) if problem.clip else None,
         name=f"{name}.weight",
     )
     q = round_columns(weight, scales, factor)

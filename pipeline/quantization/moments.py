@@ -100,10 +100,9 @@ class Factor:
     order: Tensor
     upper: Tensor
 
-    def blocks(self, group: int) -> Tensor:
-        """H's diagonal blocks [I/g, g, g]."""
-        groups = self.moment.shape[0] // group
-        return self.moment.view(groups, group, groups, group).diagonal(dim1=0, dim2=2).permute(2, 0, 1).contiguous()
+    def weights(self, group: int) -> Tensor:
+        """What an error of each weight costs, [I/g, g]."""
+        return self.moment.diagonal().reshape(-1, group)
 
     def error(self, difference: Tensor) -> float:
         """Mean squared output, summed over output features, of a weight [O, I]."""

@@ -194,13 +194,3 @@ def test_only_the_last_factor_is_held() -> None:
     assert factors.get(moment("b"), scale) is factors.get(moment("b"), scale)
     factors.get(moment("a"), None)
     assert made == ["a", "a", "b", "a"]
-
-
-def test_blocks_of_the_diagonal() -> None:
-    _, x = correlated(10)
-    factor = factorize(moment_of(x))
-    blocks = factor.blocks(GROUP)
-    assert blocks.shape == (3, GROUP, GROUP)
-    for i in range(3):
-        part = slice(i * GROUP, (i + 1) * GROUP)
-        torch.testing.assert_close(blocks[i], factor.moment[part, part])

@@ -24,7 +24,7 @@ PREFIX = f"transformer.layers.{LAYER}."
 def capture(model: Model, spill: Path, batch: int = 5) -> tuple[Captured, torch.nn.Module]:
     from pipeline.checkpoint.layouts import layout_for
 
-    state = {}
+    state: dict[str, torch.Tensor] = {}
     for mapping in layout_for(model.architecture).mappings():
         if mapping.layer == LAYER:
             parts = mapping.backward(model.source.values[mapping.target])
@@ -57,7 +57,7 @@ def moments(model: Model, captured: Captured, unrouted: str = "round_to_nearest"
     }
     present = {name.removesuffix(".weight") for name in model.source.tensors if name.startswith(PREFIX)}
     seen = LinearInputs(captured, partial(read_float, model.source), unrouted)
-    found = {}
+    found: dict[str, torch.Tensor] = {}
     for _, group in group_linears(model.architecture, LAYER, present, linears):
         members = [linears[name] for name in group.linears]
         found |= {name: moment.make() for name, moment in seen.moments(group, members).items()}
