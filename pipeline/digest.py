@@ -113,6 +113,23 @@ def digest_pieces(pieces: Iterable[npt.NDArray[np.uint8]]) -> str:
     return PREFIX + str(hasher.hexdigest())
 
 
+class RunningDigest:
+    """The digest of bytes that come in pieces, made while something else is done with them."""
+
+    def __init__(self) -> None:
+        from blake3 import blake3
+
+        self._hasher = blake3()
+
+    def update(self, piece: memoryview) -> None:
+        """Without Python's lock, so that another thread may write the same piece meanwhile."""
+        self._hasher.update(piece)
+
+    def spell(self) -> str:
+        """Of all that came so far."""
+        return PREFIX + str(self._hasher.hexdigest())
+
+
 def digest_json(value: Any) -> str:
     """The digest of a JSON value in one canonical spelling: sorted keys, no spaces, UTF-8. NaN is a ValueError."""
     text = json.dumps(value, sort_keys=True, separators=(",", ":"), ensure_ascii=False, allow_nan=False)

@@ -135,6 +135,7 @@ class _Job:
                     self._pass(name, losses, writer)
         except _OverflowFoundError:
             self._refuse_overflow(losses)
+        workspace.recognise(path, writer.digest)
         lossy = {name: (each.overflow, each.largest, each.underflow) for name, each in losses.items()}
         record.parent.mkdir(exist_ok=True)
         record.write_text(json.dumps(lossy))

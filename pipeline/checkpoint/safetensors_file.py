@@ -17,6 +17,7 @@ from typing import TYPE_CHECKING, Any
 
 from pipeline.checkpoint.safetensors_header import make_header, read_header
 from pipeline.checkpoint.tensors import DTYPES, RawTensor, TensorInfo
+from pipeline.digest import RunningDigest
 
 if TYPE_CHECKING:  # numpy takes a fifth of what `plan` may, which reads headers only
     import numpy as np
@@ -86,6 +87,7 @@ class SafetensorsWriter:
     A context manager. Leaving it checks that exactly the declared bytes were written (ValueError otherwise: a mistake
     of the caller) and flushes to the disk; a file left by an exception is deleted. While the caller makes the next
     bytes, a thread has the last ones written out: the kernel alone would start seconds later, or at the final flush.
+    Another thread digests each piece while it is written, which spares reading the file again; `digest` is the file's.
     """
 
     def __init__(self, path: Path, infos: Sequence[TensorInfo], *, metadata: Mapping[str, str] | None = None) -> None:
@@ -94,6 +96,8 @@ class SafetensorsWriter:
         self._written = 0
         self._total = sum(info.nbytes for info in infos)
         self._unflushed = 0
+        self._digest = RunningDigest()
+        self._digester = ThreadPoolExecutor(1)
         self._flusher = ThreadPoolExecutor(1)
         self._flush: Future[None] | None = None
         self._file = open(path, "wb", buffering=0)  # noqa: SIM115 (closed in __exit__)
@@ -111,6 +115,11 @@ class SafetensorsWriter:
             self._flush = self._flusher.submit(os.fdatasync, self._file.fileno())
             self._unflushed = 0
 
+    @property
+    def digest(self) -> str:
+        """Of everything written so far, as `pipeline.digest.digest_file` gives it."""
+        return self._digest.spell()
+
     def __enter__(self) -> SafetensorsWriter:
         return self
 
@@ -126,6 +135,7 @@ class SafetensorsWriter:
                 os.fsync(self._file.fileno())
                 complete = True
         finally:
+            self._digester.shutdown()
             self._flusher.shutdown()
             self._file.close()
             if not complete:
@@ -137,8 +147,12 @@ class SafetensorsWriter:
 
     def _put(self, data: memoryview | bytes) -> None:
         view = memoryview(data)
-        while view:
-            view = view[self._file.write(view) :]  # a raw file may take less than it is given
+        digested = self._digester.submit(self._digest.update, view)
+        try:
+            while view:
+                view = view[self._file.write(view) :]  # a raw file may take less than it is given
+        finally:
+            digested.result()  # the caller may use the piece's memory again
 
 
 def write_safetensors(

@@ -12,7 +12,7 @@ if TYPE_CHECKING:
 # Anonymous memory of the build process, measured with TensorRT-RTX 1.7: two copies of the weights in the builder, one
 # more of INT4 weights in the network, which transposes them (2.6 in all for a 1.3B INT4 model), and its own half GB.
 _COPIES, _OWN_BYTES = 2.7, 500_000_000
-# Without weights: the compiler's own objects (2.0 GB for 27 layers of DeepSeek-V2-Lite, 4.4 to 5.4 for the 60 of V2-236B).
+# Without weights: the compiler's own objects (2.0 GB for 27 layers of V2-Lite, 4.4 to 5.4 for the 60 of V2-236B).
 _STRIPPED_BYTES, _STRIPPED_BYTES_PER_LAYER = 600_000_000, 85_000_000
 
 

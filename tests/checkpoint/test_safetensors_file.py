@@ -16,8 +16,9 @@ from hypothesis import strategies as st
 from safetensors import SafetensorError, safe_open
 from safetensors.torch import load_file, save_file
 
-from pipeline.checkpoint.safetensors_file import SafetensorsFile, SafetensorsWriter, write_safetensors
+from pipeline.checkpoint.safetensors_file import CHUNK, SafetensorsFile, SafetensorsWriter, write_safetensors
 from pipeline.checkpoint.tensors import DTYPES, RawTensor, TensorInfo
+from pipeline.digest import digest_file
 from pipeline.errors import CheckpointError
 
 TYPES = [getattr(torch, torch_name) for _, torch_name, _ in DTYPES.values()]
@@ -222,3 +223,13 @@ def test_damaged_bytes_never_crash(
     assert ours.tensors.keys() == theirs.keys()
     for name in theirs:
         assert same_bytes(ours.read(name).to_torch(), theirs[name])
+
+
+@pytest.mark.parametrize("size", [0, 1, 3 * CHUNK + 5])
+def test_the_digest_is_the_files(tmp_path, size):
+    info = TensorInfo("x", "U8", (size,))
+    data = np.random.default_rng(size).integers(0, 256, size, np.uint8)
+    with SafetensorsWriter(tmp_path / "a", [info], metadata={"format": "pt"}) as writer:
+        for start in range(0, size, CHUNK):
+            writer.write(data[start : start + CHUNK])
+    assert writer.digest == digest_file(tmp_path / "a", cached=False)
