@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import subprocess
 import sys
 from collections import Counter
@@ -10,7 +11,10 @@ from pathlib import Path
 
 import pytest
 
+from pipeline.checkpoint.architecture import parse_architecture
 from pipeline.engine.engine_file import inspect_engine
+from pipeline.engine.weights import estimate_weights
+from pipeline.quantization.selection import Override, Rules
 
 INT4_GEMM = "__myl_ReplCastMulCastFc"
 EIGHT_BIT_GEMM = "__myl_CastMulCastFc"
@@ -82,6 +86,9 @@ def test_the_network_builds(model: str, moe: str, sm: str, tmp_path: Path) -> No
         for profile in engine.profiles:
             held = Counter(t.dtype for region in profile.graph.regions for t in region.tensors)
             _check_eight_bit(model, profile.graph.kernels, profile.graph.fusions, held)
+        architecture = parse_architecture(json.loads((tmp_path / "hf" / "config.json").read_text()))
+        planned = estimate_weights(architecture, dtype=architecture.dtype, max_seq_len=256, rules=RULES[model])
+        assert 0.99 < engine.weights_bytes / planned < 1.01
 
 
 # Model -> GEMMs of 8-bit numbers; GEMMs into which the dequantization of 8-bit weights is fused.
@@ -95,6 +102,25 @@ EIGHT_BIT = {
     "v3-stacks-fp8": (11, 0),
     "v3-stacks-int8_sq": (11, 0),
     "v3-stacks-int8": (0, 11),
+}
+
+
+LLAMA = ("mlp", "attention_input", "attention_output")
+ROUTED = ("experts", "shared_experts", "mlp", "attention_output")
+MIXED = (
+    Override(pattern="*.dense", method="rtn"),
+    Override(pattern="*.proj", method="int8"),
+    Override(pattern="*.mlp.*", method="smoothquant"),
+)
+# What `plan` would be told of each.
+RULES = {
+    "llama-fp8": Rules(method="fp8", include=LLAMA),
+    "llama-int8": Rules(method="int8", include=LLAMA),
+    "llama-int8_sq": Rules(method="smoothquant", include=LLAMA),
+    "llama-mixed": Rules(method="fp8", include=LLAMA, group_size=32, recipe=MIXED),
+    "v3-stacks-fp8": Rules(method="fp8", include=ROUTED),
+    "v3-stacks-int8": Rules(method="int8", include=ROUTED),
+    "v3-stacks-int8_sq": Rules(method="smoothquant", include=ROUTED),
 }
 
 

@@ -3,19 +3,28 @@
 from __future__ import annotations
 
 import json
+from collections import Counter
 from collections.abc import Callable
+from dataclasses import dataclass, replace
 from pathlib import Path
 
 import pytest
 import torch
+from transformers import AutoModelForCausalLM
 
 from pipeline.checkpoint.export import hf_layer_state
 from pipeline.checkpoint.folder import CheckpointFolder
 from pipeline.checkpoint.layouts import layout_for
+from pipeline.checkpoint.reference import build_hf_layer
 from pipeline.errors import QuantizationError
+from pipeline.network.spec import NetworkSpec
+from pipeline.network.widening import widen_inputs
 from pipeline.quantization.quantize import quantize_checkpoint
+from pipeline.quantization.selection import Override, Rules
 from pipeline.workspace import FolderWorkspace
 from tests import fixtures
+from tests.network.models import read_program
+from tests.network.serving import prompts, reference_logits, serve
 from tests.quantization.support import CalibrationSettings, Model, Settings
 
 ALL = ("experts", "shared_experts", "mlp", "attention_output", "attention_input")
@@ -141,3 +150,52 @@ def test_experts_that_no_token_reached_are_named(tmp_path: Path) -> None:
     workspace = FolderWorkspace(tmp_path / "out", journal=tmp_path / "out.journal")
     with pytest.raises(QuantizationError, match=r"layers\.1\.mlp\.experts\.0\.fc: no calibration token reached it"):
         quantize_checkpoint(source, workspace, settings=settings)
+
+
+@pytest.mark.parametrize("moe", ["dense", "gather"])
+def test_a_recipe_mixes_formats_and_the_network_computes_with_them(moe: str, text: Path, tmp_path: Path) -> None:
+    """Five formats in one routed model, from rules to logits: those of transformers on the dequantized weights."""
+    hub = fixtures.deepseek_v3(tmp_path / "hf", tokenizer=True, num_hidden_layers=2)
+    model = Model.load(hub)
+    source = model.write(tmp_path / "engine", hub)
+    settings = Mixed(
+        method="rtn",
+        include=ALL,
+        group_size=32,
+        calibration=CalibrationSettings(files=(text,), samples=24, length=32),
+        unrouted_experts="share_scale",
+    )
+    quantize_checkpoint(source, FolderWorkspace(tmp_path / "out", journal=tmp_path / "j"), settings=settings)
+    found = CheckpointFolder.open(tmp_path / "out")
+    own = json.loads((tmp_path / "out" / "config.json").read_text())["trtseek"]["quantization"]
+    assert own["quant_algo"] == "MIXED_PRECISION"
+    formats = Counter(linear["format"] for linear in own["quantized"].values())
+    assert formats.keys() == {"int4", "fp8", "fp8_blocks", "int8", "int8_sq"}
+    sequences = prompts(model.architecture.vocab_size)[:1]
+    spec = NetworkSpec(dtype=model.architecture.dtype, block_size=8, max_seq_len=256, moe=moe)
+    program = widen_inputs(read_program(spec, model.architecture, found))
+    (served,) = serve(program, sequences=sequences, steps=[(len(sequences[0]),)])
+    reference = AutoModelForCausalLM.from_pretrained(hub, dtype=torch.float32, attn_implementation="eager")
+    for layer in range(2):
+        state = hf_layer_state(found, model.architecture, layer)
+        module = build_hf_layer(model.config, layer, state, torch.float32)
+        reference.model.layers[layer].load_state_dict(module.state_dict())
+    expected = reference_logits(reference.eval(), sequences[0])
+    assert (served["logits"] - expected).abs().max() < 1e-5
+
+
+@dataclass(frozen=True, kw_only=True)
+class Mixed(Settings):
+    """With a recipe."""
+
+    @property
+    def rules(self) -> Rules:
+        rows = {
+            "*.attention.dense": "fp8_blocks",
+            "*.attention.q_*": "smoothquant",
+            "*.experts.*.fc": "fp8",
+            "*.experts.*.proj": "smoothquant",
+            "*.shared_expert.*": "int8",
+        }
+        recipe = tuple(Override(pattern=pattern, method=method) for pattern, method in rows.items())
+        return replace(Rules(method="rtn", include=ALL, group_size=32), recipe=recipe)
