@@ -59,6 +59,7 @@ bench: $(READY) ## measure everything that benchmarks/RESULTS.md records
 	$(BIN)/python -m benchmarks.commands
 	$(BIN)/python -m benchmarks.interpreter
 	$(BIN)/python -m benchmarks.build
+	GOMP_SPINCOUNT=0 $(BIN)/python -m benchmarks.quantization
 
 lock: $(READY) ## write requirements.lock from what is installed in .venv
 	{ head -1 requirements.lock; $(BIN)/pip freeze --exclude-editable | sed "s/+cpu$$//"; } > requirements.new && mv requirements.new requirements.lock
