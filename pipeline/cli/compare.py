@@ -115,7 +115,13 @@ def _print(document: Mapping[str, Any]) -> None:
     print_title(f"{rows[0]['tokens']} tokens against {rows[0]['label']}")
     print_table(table)
     others = rows[1:]
-    _print_by("layer: relative RMS error, cosine", others, "layers", "layer", _spell_layer)
+    _print_by(
+        "layer: relative RMS error and cosine of its output; KL and top-1 of what norm and head read in it",
+        others,
+        "layers",
+        "layer",
+        _spell_layer,
+    )
     _print_by("positions: KL, top-1", others, "positions", "last", _spell_position)
     if rows[0]["context"]:
         _print_by("context: perplexity, entropy, KL", rows, "context", "length", _spell_context)
@@ -139,7 +145,8 @@ def _print_by(
 
 
 def _spell_layer(row: Mapping[str, Any]) -> str:
-    return f"{_number('.4f')(row['error'])}  {_number('.5f')(row['cosine'])}"
+    states = f"{_number('.4f')(row['error'])}  {_number('.5f')(row['cosine'])}"
+    return f"{states}  {_number('.2g')(row['kl'])}  {_number('.1%')(row['top1'])}"
 
 
 def _spell_position(row: Mapping[str, Any]) -> str:

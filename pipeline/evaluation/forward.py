@@ -6,6 +6,7 @@ left, and is dropped. The steps, the pools and the weights are the same either w
 
 from __future__ import annotations
 
+import gc
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING
@@ -126,7 +127,11 @@ def _run(
                 yield Event(step=i, layer=None, rows=outputs[result])
             else:
                 activations.put(i, outputs[result])
-        _let_go(source, first, last)
+        if len(segments) > 1:
+            # Program and plan refer to each other: without this, layers wait for the collector and add up.
+            del program, interpreter, feeds, outputs, pools
+            gc.collect()
+            _let_go(source, first, last)
 
 
 def _held(dtype: str, mode: Mode) -> str:

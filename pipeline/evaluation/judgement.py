@@ -63,7 +63,7 @@ FIGURES = (
 def judge_proofs(bounds: Gates, conversion: ConversionProof, network: NetworkProof) -> list[Gate]:
     """Whether what was written is the source's, and what is compiled computes what `transformers` does."""
     differing = conversion.differing
-    return [
+    gates = [
         Gate(
             name="conversion",
             value=len(differing),
@@ -91,6 +91,24 @@ def judge_proofs(bounds: Gates, conversion: ConversionProof, network: NetworkPro
             f"({network.declared_layer_errors[network.worst_declared_layer]:.2e} in its output)",
         ),
     ]
+    if network.native:
+        plugins = ", ".join(network.native.plugins)
+        rows = (
+            ("network_native", network.native.max_logit_error, "without plugins, against transformers"),
+            ("lowerings_agree", network.native.max_difference, "with plugins and without"),
+        )
+        gates += [
+            Gate(
+                name=name,
+                value=value,
+                bound=bounds.network_exact,
+                relation="<=",
+                meaning=f"largest |logit difference| {meaning}, both fp32",
+                blame=f"plugins: {plugins}",
+            )
+            for name, value, meaning in rows
+        ]
+    return gates
 
 
 def judge_quality(settings: Verify, comparison: Comparison) -> Iterator[Gate]:

@@ -10,13 +10,14 @@ from __future__ import annotations
 import itertools
 import math
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import partial
 from typing import TYPE_CHECKING, Any
 
 from pipeline.evaluation.forward import run_network
 from pipeline.evaluation.reference import Reference, compute_reference
 from pipeline.evaluation.schedule import Schedule, TokenSequence, schedule_prompts
+from pipeline.network.spec import Lowering
 
 if TYPE_CHECKING:
     import torch
@@ -35,13 +36,25 @@ ROUNDINGS_PER_LAYER = 18
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
+class NativeProof:
+    """Both in fp32, the largest absolute differences of logits: from `transformers`, and from the network with plugins;
+    infinite where no position was compared."""
+
+    plugins: tuple[str, ...]
+    max_logit_error: float
+    max_difference: float
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
 class NetworkProof:
     """Largest absolute differences from `transformers` at the `positions` compared, infinite where there were none;
     `left_out` counts positions where a router's choice was closer than the margin.
 
     `declared_error` is a position's RMS difference of the declared-type logits from the exact ones over the RMS of all
     exact ones: the median position's, since where a rounding tips a router to another expert the difference says
-    nothing of rounding. `declared_layer_errors` is the same of each layer's output."""
+    nothing of rounding. `declared_layer_errors` is the same of each layer's output.
+
+    Of a network with plugins, `native` says how the same network without any did."""
 
     max_logit_error: float
     layer_errors: list[float]
@@ -52,6 +65,7 @@ class NetworkProof:
     declared_bound: float
     steps: int
     mixed_steps: int
+    native: NativeProof | None = None
 
     @property
     def worst_layer(self) -> int:
@@ -116,8 +130,7 @@ def prove_network(
         run_network,
         source,
         architecture,
-        spec,
-        schedule.steps,
+        steps=schedule.steps,
         num_blocks=schedule.num_blocks,
         segments=segments,
         widened=True,
@@ -127,7 +140,7 @@ def prove_network(
     compared = 0
     exact: dict[tuple[int, int | None], torch.Tensor] = {}
     progress.start("network, exact", len(schedule.steps) * (layers + 1), "layers")
-    for event in run(mode="exact"):
+    for event in run(spec=spec, mode="exact"):
         wanted, keep = _gather(reference, schedule, event.step, event.layer, router_margin)
         exact[event.step, event.layer] = event.rows
         worst[event.layer] = max(worst.get(event.layer, 0.0), _largest(event.rows - wanted, keep))
@@ -135,7 +148,7 @@ def prove_network(
         progress.advance(1)
     differences: dict[int | None, list[torch.Tensor]] = {}
     progress.start(f"network, {spec.dtype}", len(schedule.steps) * (layers + 1), "layers")
-    for event in run(mode="declared"):
+    for event in run(spec=spec, mode="declared"):
         difference = (event.rows.float() - exact[event.step, event.layer]).square().mean(-1).sqrt()
         differences.setdefault(event.layer, []).append(difference)
         progress.advance(1)
@@ -143,6 +156,18 @@ def prove_network(
         layer: _median_share(rows, [exact[step, layer] for step in range(len(schedule.steps))])
         for layer, rows in differences.items()
     }
+    native = None
+    if spec.lowering.plugins():
+        progress.start("network without plugins", len(schedule.steps) * (layers + 1), "layers")
+        error = apart = 0.0
+        for event in run(spec=replace(spec, lowering=Lowering()), mode="exact"):
+            progress.advance(1)
+            if event.layer is None:
+                wanted, keep = _gather(reference, schedule, event.step, None, router_margin)
+                error = max(error, _largest(event.rows - wanted, keep))
+                apart = max(apart, _largest(event.rows - exact[event.step, None], keep))
+        error, apart = (value if compared else math.inf for value in (error, apart))
+        native = NativeProof(plugins=spec.lowering.plugins(), max_logit_error=error, max_difference=apart)
     return NetworkProof(
         max_logit_error=worst[None] if compared else math.inf,
         layer_errors=[worst[layer] for layer in range(layers)],
@@ -152,6 +177,7 @@ def prove_network(
         declared_layer_errors=[declared[layer] for layer in range(layers)],
         declared_bound=derive_declared_bound(architecture, spec),
         steps=len(schedule.steps),
+        native=native,
         mixed_steps=sum(len({p.end - p.start > 1 for p in step.pieces}) == 2 for step in schedule.steps),
     )
 

@@ -10,9 +10,12 @@ import pytest
 import torch
 
 from pipeline.checkpoint.folder import CheckpointFolder
+from pipeline.config.proof import Gates
 from pipeline.evaluation import network_proof, reference
+from pipeline.evaluation.conversion_proof import ConversionProof
+from pipeline.evaluation.judgement import judge_proofs
 from pipeline.evaluation.network_proof import NetworkProof, find_worst, make_sequences, prove_network
-from pipeline.network.spec import NetworkSpec
+from pipeline.network.spec import Lowering, NetworkSpec
 from pipeline.progress import SILENT
 from pipeline.quantization.quantize import quantize_checkpoint
 from pipeline.workspace import FolderWorkspace
@@ -42,9 +45,10 @@ def prove(
     sliced: bool = False,
     dtype: str = "float32",
     router_margin: float = 1e-5,
+    lowering: Lowering | None = None,
 ) -> NetworkProof:
     """Proves `network` (a source of weights; default `built` itself) against transformers on `built`."""
-    spec = NetworkSpec(dtype=dtype, max_seq_len=256, block_size=4)
+    spec = NetworkSpec(dtype=dtype, max_seq_len=256, block_size=4, lowering=lowering or Lowering())
     sequences = make_sequences(PROMPTS, decode_tokens=3, architecture=built.architecture, max_seq_len=256)
     layers = built.architecture.num_layers
     whole = compute = reference.compute_reference
@@ -174,3 +178,31 @@ def test_rounded_inputs_do_not_hide_the_rest(method: str, tmp_path: Path) -> Non
     assert prove(quantized).max_logit_error < 1e-4
     scale = "transformer.layers.1.mlp.fc.weights_scaling_factor"
     assert prove(quantized, Altered(quantized, {scale: lambda s: s * 1.01})).max_logit_error > 1e-4
+
+
+PLUGINS = Lowering(rope_paged_kv="plugin", paged_attention="plugin")
+
+
+def test_plugins_are_proved_with_the_network_without_them(llama: CheckpointFolder) -> None:
+    proof = prove(llama, lowering=PLUGINS)
+    assert proof.max_logit_error < 1e-4
+    assert proof.native is not None
+    assert proof.native.plugins == ("rope_paged_kv", "paged_attention")
+    assert proof.native.max_logit_error < 1e-4
+    assert proof.native.max_difference < 1e-4
+    assert prove(llama).native is None
+
+
+def test_a_plugin_that_computes_something_else_is_seen(
+    llama: CheckpointFolder, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    from plugins.rope_paged_kv import reference as rope
+
+    rotate = rope._rotate
+    monkeypatch.setattr(rope, "_rotate", lambda x, turns, size, pairs: rotate(x, turns, size, not pairs))
+    nothing_converted = ConversionProof(tensors=0, elements=0, differing={}, clipped=0)
+    proof = prove(llama, lowering=PLUGINS)
+    assert proof.native is not None and proof.native.max_logit_error < 1e-4
+    assert min(proof.native.max_difference, proof.max_logit_error) > 1e-3
+    names = {gate.name: gate.passed for gate in judge_proofs(Gates(), nothing_converted, proof)}
+    assert names["network_native"] and not names["lowerings_agree"] and not names["network_exact"]
