@@ -141,6 +141,18 @@ class GenerationProfile(Section):
     length: Positive = Field(description="Tokens of context each, at most.")
 
 
+class Lowerings(Section):
+    """How operations that have a plugin are written: both ways compute the same, which `verify` proves."""
+
+    rope_paged_kv: Literal["native", "plugin"] = Field(
+        default="native", description="RoPE and the write into the paged KV cache: TensorRT's layers, or one kernel."
+    )
+    paged_attention: Literal["native", "plugin"] = Field(
+        default="native",
+        description="Attention: over pages gathered and padded, or over the pool itself, by block table in the kernel.",
+    )
+
+
 class Build(Section):
     """Limits of the engine. Workspace grows with the largest batch x length rectangle, not with the KV cache."""
 
@@ -161,6 +173,10 @@ class Build(Section):
     moe: Literal["dense", "gather"] = Field(
         default="dense",
         description="Routed experts: all in one batched matmul, or gathered per token (generation only).",
+    )
+    lowering: Lowerings = Field(
+        default=Lowerings(),
+        description="Which operations are plugins. Their kernels have not yet passed on a GPU (plugins/passed.json).",
     )
     weights: Literal["full", "stripped"] = Field(
         default="full",

@@ -23,11 +23,17 @@ def built_checkpoint(inputs: Mapping[str, Artifact]) -> Path:
 def network_parameters(config: Config) -> Mapping[str, Any]:
     """What of the config shapes the network, for fingerprints."""
     build = config.stages.build
-    return {"block_size": build.block_size, "max_seq_len": build.max_seq_len, "moe": build.moe}
+    return {
+        "block_size": build.block_size,
+        "max_seq_len": build.max_seq_len,
+        "moe": build.moe,
+        "lowering": build.lowering.model_dump(mode="json"),
+    }
 
 
 def network_spec(config: Config, dtype: str) -> NetworkSpec:
     """The network of a config over an engine checkpoint of type `dtype`."""
-    from pipeline.network.spec import NetworkSpec
+    from pipeline.network.spec import Lowering, NetworkSpec
 
-    return NetworkSpec(dtype=dtype, **network_parameters(config))
+    parameters = network_parameters(config)
+    return NetworkSpec(dtype=dtype, **{**parameters, "lowering": Lowering(**parameters["lowering"])})
