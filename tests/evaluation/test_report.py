@@ -11,7 +11,7 @@ from typing import Any
 import pytest
 
 from pipeline.evaluation.numbers import spell_numbers
-from pipeline.evaluation.report.figures import plot_experts, plot_linears
+from pipeline.evaluation.report.figures import plot_coverage, plot_experts, plot_linears
 from pipeline.evaluation.report.page import write_comparison, write_run
 from tests.browser import Page, open_page
 
@@ -64,11 +64,22 @@ def run_document() -> dict[str, Any]:
         }
         for i, (value, bound, passed) in enumerate([(0.1, 0.2, True), ("nan", 0.2, False), (None, None, None)])
     ]
-    linears = {
-        f"transformer.layers.{layer}.{kind}": {"loss_after": 0.001 * layer + 0.001}
+    cells = [
+        {
+            "layer": layer,
+            "group": group,
+            "linears": 2,
+            "method": "awq",
+            "format": "int4",
+            "alpha": 0.5,
+            "clipped": 0.5,
+            "loss_before": 0.002 * layer + 0.002,
+            "loss_after": 0.001 * layer + 0.001 if layer else None,
+        }
         for layer in range(30)
-        for kind in ("attention.dense", "mlp.experts.0.fc", "mlp.experts.1.fc")
-    }
+        for group in ("attention.dense", "mlp.experts.*.fc")
+    ]
+    coverage = {"layers": {str(layer): {"mlp.fc": {"score": 0.9, "change": 0.01 * layer}} for layer in range(30)}}
     network = {
         "positions": 95,
         "steps": 13,
@@ -92,7 +103,11 @@ def run_document() -> dict[str, Any]:
             "network": network,
             "quality": {"checkpoints": [row("original", 0.0), row("quantized", 0.02)], "samples": [sample()] * 3},
         },
-        "quantization": {"linears": linears, "experts": {"1": {"tokens": [5, 0, 3, 8]}, "2": {"tokens": [4, 4, 4, 4]}}},
+        "quantization": {
+            "heat_map": cells,
+            "coverage": coverage,
+            "experts": {"1": {"tokens": [5, 0, 3, 8]}, "2": {"tokens": [4, 4, 4, 4]}},
+        },
     }
 
 
@@ -158,9 +173,9 @@ def test_a_page_is_never_wider_than_its_screen(seen: dict[str, Any], name: str) 
 
 def test_everything_is_there(seen: dict[str, Any]) -> None:
     run, compare = seen["run"], seen["compare"]
-    assert (run["tables"], run["plots"], run["marks"]) == (4, 7, 3)
+    assert (run["tables"], run["plots"], run["marks"]) == (5, 8, 3)
     assert (compare["tables"], compare["plots"], compare["marks"]) == (2, 5, 1)
-    assert run["rows"] == (1 + 3) + (1 + 2) + (1 + 1) + (1 + 2)  # gates, checkpoints, tasks, layers
+    assert run["rows"] == (1 + 3) + (1 + 2) + (1 + 2) + (1 + 1) + (1 + 2)  # gates, checkpoints, groups, tasks, layers
     for words in ("1 of 3 gates failed: gate_1@8192", "90.0 s (failed)", "10 GB", "28.0%", "not measured", "inf"):
         assert words in run["text"], words
     assert "3 checkpoints compared" in compare["text"]
@@ -194,9 +209,10 @@ def test_the_same_document_gives_the_same_page(pages: dict[str, Path], tmp_path:
 
 
 def test_plots_leave_out_what_is_not_there() -> None:
-    assert plot_linears({}) is None
-    assert plot_linears({"transformer.layers.0.mlp.fc": {"loss_after": None}}) is None
+    assert plot_linears([]) is None
+    assert plot_linears([{"group": "mlp.fc", "layer": 0, "loss_after": None}]) is None
     assert plot_experts({}) is None
+    assert plot_coverage({}) is None
 
 
 def test_the_page_of_a_first_stage_alone(tmp_path: Path) -> None:

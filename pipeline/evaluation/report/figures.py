@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import re
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
@@ -86,32 +85,32 @@ def _plot_context(rows: Sequence[Document]) -> list[Plot]:
     ]
 
 
-def plot_linears(linears: Mapping[str, Document]) -> Plot | None:
-    """The activation-error heat map: each linear's output error on the calibration text, layer by kind of scale.
+def plot_linears(cells: Sequence[Document]) -> Plot | None:
+    """The activation-error heat map of quantization.json: layer by scale group, an error in each cell."""
+    rows = [(row["group"], row["layer"], row["loss_after"]) for row in cells if row["loss_after"] is not None]
+    note = "squared error of the linears' outputs over the squared outputs, on the calibration text"
+    return _plot_cells(rows, "Activation error, layer by scale", "squared error, share", note)
 
-    Experts of one layer share a cell, their mean.
-    """
+
+def plot_coverage(layers: Mapping[str, Mapping[str, Document]]) -> Plot | None:
+    """How much of what the calibration text says changed between half of its samples and all."""
+    rows = [(name, int(layer), row["change"]) for layer, inputs in layers.items() for name, row in inputs.items()]
+    note = "how far the channels' sizes moved between half of the calibration text and all of it"
+    return _plot_cells(rows, "Calibration coverage", "change", note)
+
+
+def _plot_cells(rows: Sequence[tuple[str, int, float]], title: str, bar: str, note: str) -> Plot | None:
+    """A heat map of (name, layer, value); cells that are named more than once show their mean."""
     cells: dict[tuple[str, int], list[float]] = {}
-    for name, record in linears.items():
-        found = re.fullmatch(r"transformer\.layers\.(\d+)\.(.+)", name)
-        loss = record.get("loss_after")
-        if found and isinstance(loss, int | float):
-            kind = re.sub(r"experts\.\d+\.", "experts.", found[2])
-            cells.setdefault((kind, int(found[1])), []).append(float(loss))
+    for name, layer, value in rows:
+        cells.setdefault((name, layer), []).append(value)
     if not cells:
         return None
-    kinds = list(dict.fromkeys(kind for kind, _ in cells))
+    names = list(dict.fromkeys(name for name, _ in cells))
     layers = range(min(layer for _, layer in cells), max(layer for _, layer in cells) + 1)
-    values = [[_mean(cells.get((kind, layer))) for layer in layers] for kind in kinds]
-    svg = plot_heat_map(
-        values,
-        rows=kinds,
-        columns=[str(layer) for layer in layers],
-        x_label="decoder layer",
-        bar="squared error, share",
-    )
-    note = "squared error of each linear's output over the squared output, on the calibration text; experts: the mean"
-    return Plot(title="Activation error, layer by scale", svg=svg, note=note)
+    values = [[_mean(cells.get((name, layer))) for layer in layers] for name in names]
+    svg = plot_heat_map(values, rows=names, columns=[str(i) for i in layers], x_label="decoder layer", bar=bar)
+    return Plot(title=title, svg=svg, note=note)
 
 
 def plot_experts(experts: Mapping[str, Document]) -> Plot | None:

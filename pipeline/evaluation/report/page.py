@@ -9,7 +9,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 import pipeline
-from pipeline.evaluation.report.figures import Plot, plot_checkpoints, plot_experts, plot_linears
+from pipeline.evaluation.report.figures import Plot, plot_checkpoints, plot_coverage, plot_experts, plot_linears
 from pipeline.evaluation.report.words import spell_bytes, spell_number, spell_seconds, spell_share
 
 if TYPE_CHECKING:
@@ -48,7 +48,11 @@ def describe_run(document: Document) -> dict[str, Any]:
     described = _describe_quality(quality) if quality["checkpoints"] else {"plots": []}
     plots: list[Plot | None] = [*described.pop("plots")]
     if quantization:
-        plots += [plot_linears(quantization.get("linears", {})), plot_experts(quantization.get("experts", {}))]
+        plots += [
+            plot_linears(quantization.get("heat_map", [])),
+            plot_experts(quantization.get("experts", {})),
+            plot_coverage(quantization.get("coverage", {}).get("layers", {})),
+        ]
     return {
         "key": document["key"],
         "title": document["name"],
@@ -60,7 +64,11 @@ def describe_run(document: Document) -> dict[str, Any]:
         "sizes": _bars([(s["name"], s["bytes"], spell_bytes(s["bytes"])) for s in document["sizes"]]),
         **described,
         "plots": [plot for plot in plots if plot],
-        "tables": [*_tabulate_tasks(quality["checkpoints"]), *_tabulate_network(verification)],
+        "tables": [
+            *_tabulate_groups(quantization.get("heat_map", [])),
+            *_tabulate_tasks(quality["checkpoints"]),
+            *_tabulate_network(verification),
+        ],
     }
 
 
@@ -217,3 +225,29 @@ def _tabulate_network(verification: Document) -> list[dict[str, Any]]:
     )
     columns = ["layer", "largest difference, fp32", "median error, declared types"]
     return [{"title": "The network against transformers", "note": note, "columns": columns, "rows": rows}]
+
+
+def _tabulate_groups(cells: Sequence[Document]) -> list[dict[str, Any]]:
+    """What was done to each kind of linears, over all layers."""
+    kinds: dict[tuple[str, str, str], list[Document]] = {}
+    for cell in cells:
+        kinds.setdefault((cell["group"], cell["method"], cell["format"]), []).append(cell)
+    rows = [
+        [
+            group,
+            sum(cell["linears"] for cell in of_kind),
+            method,
+            form,
+            _spell_mean(of_kind, "loss_before"),
+            _spell_mean(of_kind, "loss_after"),
+        ]
+        for (group, method, form), of_kind in kinds.items()
+    ]
+    note = "mean squared error of the outputs over the squared outputs, before and after the search"
+    columns = ["scale group", "linears", "method", "format", "error before", "error after"]
+    return [{"title": "What was quantized", "note": note, "columns": columns, "rows": rows}] if rows else []
+
+
+def _spell_mean(cells: Sequence[Document], key: str) -> str:
+    values = [cell[key] for cell in cells if cell[key] is not None]
+    return spell_number(sum(values) / len(values), ".3g") if values else "not measured"
