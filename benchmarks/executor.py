@@ -2,8 +2,6 @@
 computes nothing. One thread.
 
     python -m benchmarks.executor
-
-Logits are normal with a standard deviation of 4: as peaked as those of a language model that is not very sure.
 """
 
 from __future__ import annotations
@@ -13,6 +11,7 @@ from typing import Any
 
 import torch
 
+from benchmarks.idle import IdleRunner
 from pipeline.runtime.executor import Executor
 from pipeline.runtime.limits import Limits
 from pipeline.runtime.request import Request
@@ -26,28 +25,6 @@ SAMPLINGS: dict[str, dict[str, Any]] = {
     "repetition penalty": {"repetition_penalty": 1.1},
 }
 PROMPT, ANSWER = 200, 50
-
-
-class IdleRunner:
-    """Gives rows of one random matrix."""
-
-    def __init__(self, vocabulary: int) -> None:
-        self.logits = 4 * torch.randn(256, vocabulary)
-
-    def allocate(self, blocks: int) -> None: ...
-
-    def copy_blocks(self, pairs: Any) -> None: ...
-
-    def zero_blocks(self, blocks: Any) -> None: ...
-
-    def read_blocks(self, blocks: Any) -> Any:
-        raise NotImplementedError
-
-    def write_blocks(self, blocks: Any, content: Any) -> None:
-        raise NotImplementedError
-
-    def step(self, inputs: Any) -> torch.Tensor:
-        return self.logits[: len(inputs["logit_rows"])]
 
 
 def measure(vocabulary: int, batch: int, sampling: dict[str, Any]) -> float:

@@ -19,17 +19,14 @@ out, greedy, and no end id, so that the work is the same on both sides of a rati
 from __future__ import annotations
 
 import argparse
-import contextlib
 import random
 import statistics
 import sys
-import tempfile
 import time
-from collections.abc import Callable, Iterator
-from dataclasses import dataclass
+from collections.abc import Callable
+from dataclasses import dataclass, replace
 from pathlib import Path
 
-from benchmarks.direct import read_vocabulary
 from benchmarks.load import (
     Job,
     Usage,
@@ -42,11 +39,14 @@ from benchmarks.load import (
     summarize,
     tokens_in,
 )
-from pipeline.triton.canary import LOAD_S, find_package
-from pipeline.triton.installation import find_installation
+from benchmarks.packages import read_vocabulary, serving
+from pipeline.triton.canary import find_package
+from pipeline.triton.client import Query
 from pipeline.triton.server import TritonServer
 
 STREAMS = 16
+# Of an idle network: about what a step of 16 streams takes.
+STEP_S = 0.05
 
 
 @dataclass(frozen=True)
@@ -101,22 +101,19 @@ def measure_batching(bench: Bench) -> bool:
     count = STREAMS * (6 if bench.scale >= 1 else 2)
     lengths = [round(8 * 32 ** bench.generator.random()) for _ in range(count)]
     prompts = [bench.prompt(32) for _ in range(count)]
-    ratios, speeds = [], {"in flight": 0.0, "static": 0.0}
-    for _ in range(2 if bench.scale >= 1 else 1):
-        jobs = [Job(make_query(prompt, length)) for prompt, length in zip(prompts, lengths, strict=True)]
-        seen, in_flight = run_jobs(bench.url, jobs, STREAMS)
-        static = 0.0
-        for start in range(0, count, STREAMS):
-            longest = max(lengths[start : start + STREAMS])
-            group = [Job(make_query(prompt, longest)) for prompt in prompts[start : start + STREAMS]]
-            static += run_jobs(bench.url, group, STREAMS)[1]
-        ratios.append(static / in_flight)
-        speeds = {"in flight": tokens_in(seen) / in_flight, "static": tokens_in(seen) / static}
+    jobs = [Job(make_query(prompt, length)) for prompt, length in zip(prompts, lengths, strict=True)]
+    seen, in_flight = run_jobs(bench.url, jobs, STREAMS)
+    static = 0.0
+    for start in range(0, count, STREAMS):
+        longest = max(lengths[start : start + STREAMS])
+        group = [Job(make_query(prompt, longest)) for prompt in prompts[start : start + STREAMS]]
+        static += run_jobs(bench.url, group, STREAMS)[1]
+    speeds = {"in flight": tokens_in(seen) / in_flight, "static": tokens_in(seen) / static}
     details = {
         "answers": f"{count} of 8 to 256 tokens, {statistics.mean(lengths):.0f} on average",
         **{name: f"{speed:.1f} tokens/s" for name, speed in speeds.items()},
     }
-    return summarize("in-flight against static batching", statistics.median(ratios), 1.8, details)
+    return summarize("in-flight against static batching", static / in_flight, 1.8, details)
 
 
 def measure_prefix(bench: Bench) -> bool:
@@ -138,8 +135,8 @@ def measure_prefix(bench: Bench) -> bool:
 
 def measure_priority(bench: Bench) -> bool:
     """Arrivals are a Poisson process, whose rate grows until the plain queue's P99 is three times what it is when
-    requests hardly meet. Then one in ten of the same arrivals is of class P0, the others P2."""
-    seconds, clients = 90 * bench.scale, 128
+    requests hardly meet. Then one in five of the same arrivals is of class P0, the others P2."""
+    seconds, clients = 50 * bench.scale, 128
 
     def load(rate: float, classes: Callable[[int], str]) -> dict[str, list[float]]:
         times = arrivals(random.Random(7), rate, seconds)
@@ -157,7 +154,7 @@ def measure_priority(bench: Bench) -> bool:
     rate = 0.5 * capacity
     while (plain := percentile(load(rate, lambda _: "P1")["P1"], 0.99)) < 3 * alone and rate < 1.5 * capacity:
         rate *= 1.2
-    mixed = load(rate, lambda place: "P0" if place % 10 == 0 else "P2")
+    mixed = load(rate, lambda place: "P0" if place % 5 == 0 else "P2")
     urgent = percentile(mixed["P0"], 0.99)
     details = {
         "plain queue alone": f"P99 {alone * 1e3:.0f} ms at 0.2 of the capacity of {capacity:.1f} requests/s",
@@ -169,33 +166,36 @@ def measure_priority(bench: Bench) -> bool:
 
 
 def measure_overhead(bench: Bench) -> bool:
-    """No bar: what Triton, its stubs and the text path cost. The executor itself is measured in this process, over the
-    same package."""
-    from benchmarks.direct import measure_direct
+    """No bar. CPU: of a second server over the same package, whose network only sleeps. Time to first token: by turns
+    over gRPC and from the executor in this process, over the same network."""
+    from benchmarks.direct import executing, time_first
 
-    tokens = max(16, round(64 * bench.scale))
-    prompts = [bench.prompt(32) for _ in range(STREAMS)]
-    spent: dict[str, float] = {}
+    tokens = max(16, round(96 * bench.scale))
     run_jobs(bench.url, [Job(make_query(bench.prompt(32), 8))], 1)
-    with counting(bench.usage, spent):
-        seen, _ = run_jobs(bench.url, [Job(make_query(prompt, tokens)) for prompt in prompts], STREAMS)
-    count = tokens_in(seen)
-    first = statistics.median(
-        run_jobs(bench.url, [Job(make_query(bench.prompt(32), 1))], 1)[0][0].time_to_first for _ in range(20)
-    )
-    direct = measure_direct(bench.package, prompts, tokens, [bench.prompt(32) for _ in range(20)])
-    network = direct.network_cpu / direct.tokens
-    outside = (spent["tritonserver"] + spent["tensorrt_llm"]) / count - network
-    print("overhead, 16 streams of token ids, one response a token")
-    for name, seconds in (
-        ("network, in the executor alone", network),
-        ("scheduler, sampler and planning there", direct.cpu / direct.tokens - network),
-        ("tritonserver", spent["tritonserver"] / count),
-        ("tensorrt_llm's process, network and all", spent["tensorrt_llm"] / count),
-        ("outside the network", outside),
-    ):
-        print(f"    {name}: {seconds * 1e6:.0f} us of CPU a token")
-    print(f"    time to first token: {first * 1e3:.1f} ms over gRPC, {direct.first * 1e3:.1f} ms in the executor alone")
+    with executing(bench.package) as executor:
+        time_first(executor, bench.prompt(32))
+        times: dict[str, list[float]] = {"over gRPC": [], "in the executor alone": []}
+        for _ in range(20):
+            seen, _ = run_jobs(bench.url, [Job(make_query(bench.prompt(32), 1))], 1)
+            times["over gRPC"].append(seen[0].time_to_first)
+            times["in the executor alone"].append(time_first(executor, bench.prompt(32)))
+    print("overhead, 16 streams")
+    for path, seconds in times.items():
+        print(f"    time to first token {path}: {statistics.median(seconds) * 1e3:.1f} ms")
+    with serving(bench.package, idle=STEP_S) as server:
+        idle = replace(bench, server=server)
+        text = Query(text="word " * 24, options={"max_tokens": tokens, "end_id": -1})
+        for name, queries in (
+            ("token ids", [make_query(bench.prompt(32), tokens) for _ in range(STREAMS)]),
+            ("text", [text] * STREAMS),
+        ):
+            spent: dict[str, float] = {}
+            run_jobs(idle.url, [Job(query) for query in queries], STREAMS)
+            with counting(idle.usage, spent):
+                run_jobs(idle.url, [Job(query) for query in queries], STREAMS)
+            parts = {model: seconds / (STREAMS * tokens) * 1e6 for model, seconds in spent.items()}
+            print(f"    CPU outside the network, {name}: {sum(parts.values()):.0f} us a token", end="")
+            print(f" ({', '.join(f'{model} {part:.0f}' for model, part in parts.items() if part >= 1)})")
     return True
 
 
@@ -213,22 +213,6 @@ PARTS: dict[str, Callable[[Bench], bool]] = {
     "priority": measure_priority,
     "overhead": measure_overhead,
 }
-
-
-@contextlib.contextmanager
-def serving(package: Path, *, mode: str | None = None) -> Iterator[TritonServer]:
-    """A server over the package; `mode`: in another mode of the interpreter than it was packaged with."""
-    from benchmarks.direct import change_mode
-
-    with tempfile.TemporaryDirectory(prefix="trtseek-bench-") as folder:
-        repository, backends = find_package(package)
-        if mode is not None:
-            repository = change_mode(repository, Path(folder) / "package", mode)
-        log = Path(folder) / "server.log"
-        server = TritonServer(find_installation(), repository=repository, backends=[backends], log=log, grace=5)
-        with server:
-            server.start(LOAD_S)
-            yield server
 
 
 def main() -> None:

@@ -59,7 +59,9 @@ def soak(
     if server.stubs.keys() != stubs.keys():
         problems.append("a model's process is not the one that it was")
     for name, was in before.items():
-        now = after[name]
+        if (now := after.get(name)) is None:
+            problems.append(f"{name} has ended")
+            continue
         print(f"    {name}: {was.memory >> 20} MiB, then {now.memory >> 20} MiB; {was.files} files, then {now.files}")
         if now.memory > was.memory * (1 + GROWTH) + (16 << 20):
             problems.append(f"{name} grew from {was.memory >> 20} to {now.memory >> 20} MiB")

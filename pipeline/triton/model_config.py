@@ -127,7 +127,6 @@ def _list_parameters(settings: RepositorySettings, paths: Paths) -> dict[str, Ma
         },
         "tensorrt_llm_bls": {
             "tensorrt_llm_model_name": "tensorrt_llm",
-            "errors": "tensor",
             "accumulate_tokens": False,  # true repeats the whole text so far in every response
             "tokenizer_dir": paths.tokenizer,
             "add_special_tokens": settings.add_special_tokens,

@@ -36,7 +36,7 @@ VERSION = "1"
 SHARED_MODULES = {
     "preprocessing": ("trtseek_text.py",),
     "postprocessing": ("trtseek_text.py",),
-    "tensorrt_llm_bls": ("trtseek_text.py", "trtseek_chat.py", "trtseek_stream.py", "trtseek_answer.py"),
+    "tensorrt_llm_bls": tuple(f"trtseek_{part}.py" for part in ("text", "chat", "stream", "answer", "child", "wire")),
 }
 # Errors of os.link that mean "not here": another file system, one without hard links, too many of them.
 NOT_LINKABLE = (errno.EXDEV, errno.EPERM, errno.EMLINK, errno.ENOTSUP, errno.EOPNOTSUPP)

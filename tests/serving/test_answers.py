@@ -357,7 +357,7 @@ def test_a_bad_request_is_refused_by_the_name_of_its_tensor(client, query, messa
     ("others", "message"),
     [
         ({"beam_width": np.array([[2]], np.int32)}, "beam_width is 2"),
-        ({"lora_task_id": np.array([[1]], np.uint64)}, "lora_task_id is not served"),
+        ({"lora_task_id": np.array([[1]], np.uint64)}, "lora_task_id is for LoRA, which is not served"),
         ({"stop_words_list": np.array([[[1, 2], [5, -1]]], np.int32)}, "stop_words_list ends its words at [5]"),
         ({"input_lengths": np.array([[9]], np.int32)}, "input_lengths is 9, and input_ids has 3 columns"),
         ({"stop": np.array([[True]])}, "stop needs the id of the request"),

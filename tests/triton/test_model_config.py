@@ -17,7 +17,7 @@ PATHS = Paths(engine="../../e", checkpoint="../../c", network="../../c/network.j
 # Counts and samples of TensorRT-LLM 1.2's templates: inputs, outputs (the ensemble's doubled output once).
 COUNTS = {
     "preprocessing": (14, 20),
-    "tensorrt_llm": (62, 22),  # and `error`, ours
+    "tensorrt_llm": (62, 21),
     "postprocessing": (2, 1),
     "ensemble": (36, 19),
     "tensorrt_llm_bls": (43, 19),  # and `messages`, ours

@@ -7,20 +7,15 @@ by one more thread, which then has `tensorrt_llm` stop: an ensemble cannot do th
 
 from __future__ import annotations
 
-import collections
 import concurrent.futures
 import json
 import threading
-import time
-import uuid
-from collections.abc import Iterator
 from typing import Any
 
-import numpy as np
-import numpy.typing as npt
 import triton_python_backend_utils as pb_utils
 from trtseek_answer import Answer, Arrays
 from trtseek_chat import Prompt, build_inputs, read_prompts, rename_fields
+from trtseek_child import ChildError, Conversation
 from trtseek_text import RequestError, Tokenizer, end_quickly, read_flag, read_parameters, resolve_path
 
 FINAL = pb_utils.TRITONSERVER_RESPONSE_COMPLETE_FINAL
@@ -28,8 +23,6 @@ FINAL = pb_utils.TRITONSERVER_RESPONSE_COMPLETE_FINAL
 MAX_STREAMS = 256
 # Asking whether a client has gone is a round trip of 50 microseconds: at most 5 % of a core goes into it.
 POLL_S, POLL_PER_STREAM_S = 0.03, 0.001
-# How long answers that have ended are kept: see _ask.
-KEEP_S = 20.0
 
 
 class TritonPythonModel:
@@ -42,11 +35,9 @@ class TritonPythonModel:
             skip_special_tokens=read_flag(parameters, "skip_special_tokens"),
         )
         self.child = parameters["tensorrt_llm_model_name"]
-        self.errors_as_tensor = parameters.get("errors") == "tensor"
         self.accumulates = read_flag(parameters, "accumulate_tokens")
         self.max_bytes = int(parameters["max_prompt_bytes"])
-        self._streams: dict[str, Call] = {}
-        self._spent: collections.deque[tuple[float, Any]] = collections.deque()
+        self._streams: dict[Conversation, Call] = {}
         self._lock = threading.Lock()
         self._closed = threading.Event()
         self._pool = concurrent.futures.ThreadPoolExecutor(MAX_STREAMS, "stream")
@@ -99,76 +90,21 @@ class TritonPythonModel:
 
     def _relay(self, call: Call, answer: Answer, inputs: Arrays) -> None:
         """From `tensorrt_llm` to the client."""
-        name = uuid.uuid4().hex
-        request = pb_utils.InferenceRequest(
-            model_name=self.child,
-            request_id=name,
-            requested_output_names=[*answer.outputs, *(["error"] if self.errors_as_tensor else [])],
-            inputs=_tensors(inputs),
-            timeout=call.timeout,
-            parameters={**call.parameters, **({"errors": "tensor"} if self.errors_as_tensor else {})},
-        )
+        conversation = Conversation(self.child)
         with self._lock:
-            self._streams[name] = call
-        stopped, failure = False, None
+            self._streams[conversation] = call
         try:
-            for response in self._ask(request):
-                try:
-                    if failure is None:
-                        self._pass_on(call, answer, response)
-                except Exception as error:
-                    failure = error
-                if not stopped and (answer.stopped or failure):
-                    stopped = True  # and what still comes is taken, since Triton waits until it is
-                    self._stop(name)
-            if failure is not None:
-                raise failure
-            call.send(answer.finish())
-        finally:
-            with self._lock:
-                self._streams.pop(name, None)
-
-    def _pass_on(self, call: Call, answer: Answer, response: Any) -> None:
-        if response.has_error():
-            error = response.error()
-            call.fail(rename_fields(error.message()), error.code())
+            for arrays in conversation.ask({"parameters": call.parameters, "timeout_us": call.timeout}, inputs):
+                call.send(answer.add(arrays))
+                if answer.stopped:
+                    conversation.stop()
+        except ChildError as error:
+            call.fail(rename_fields(error.message), getattr(pb_utils.TritonError, error.code))
             return
-        arrays = {tensor.name(): tensor.as_numpy() for tensor in response.output_tensors()}
-        if "error" in arrays:
-            document = json.loads(arrays["error"].item())
-            call.fail(rename_fields(document["message"]), getattr(pb_utils.TritonError, document["code"]))
-        elif arrays:
-            call.send(answer.add(arrays))
-
-    def _ask(self, request: Any) -> Iterator[Any]:
-        """The responses to a request. Triton's stub lets go of their iterator in a thread of its own, soon after the
-        last one, without Python's lock: were that the last reference, the heap would be damaged (24.10,
-        Stub::SendCleanupId). So one is kept here until that is surely over."""
-        responses = request.exec(decoupled=True)
-        try:
-            yield from responses
         finally:
             with self._lock:
-                self._spent.append((time.monotonic(), responses))
-
-    def _stop(self, name: str) -> None:
-        """Ends a request of `tensorrt_llm`: its answer then ends soon."""
-        inputs: Arrays = {
-            "stop": np.array([[True]]),
-            "input_lengths": np.array([[1]], np.int32),
-            "request_output_len": np.array([[1]], np.int32),
-        }
-        request = pb_utils.InferenceRequest(
-            model_name=self.child, request_id=name, requested_output_names=["output_ids"], inputs=_tensors(inputs)
-        )
-        for _ in self._ask(request):
-            pass
-
-    def _forget_spent(self) -> None:
-        with self._lock:
-            old = time.monotonic() - KEEP_S
-            spent = [self._spent.popleft()[1] for _ in range(len(self._spent)) if self._spent[0][0] < old]
-        spent.clear()
+                self._streams.pop(conversation, None)
+        call.send(answer.finish())
 
     def _watch(self) -> None:
         count = 0
@@ -176,13 +112,9 @@ class TritonPythonModel:
             with self._lock:
                 streams = list(self._streams.items())
             count = len(streams)
-            self._forget_spent()
-            for name, call in streams:
+            for conversation, call in streams:
                 if call.is_cancelled():
-                    with self._lock:
-                        gone = self._streams.pop(name, None)
-                    if gone is not None:
-                        self._stop(name)
+                    conversation.stop()
 
 
 class Call:
@@ -211,7 +143,9 @@ class Call:
 
     def send(self, responses: list[Arrays]) -> None:
         for arrays in responses:
-            self._sender.send(pb_utils.InferenceResponse(_tensors(arrays)))
+            # Held until they are sent: Triton 24.10 destroys what the client did not ask for without Python's lock.
+            tensors = [pb_utils.Tensor(name, array) for name, array in arrays.items()]
+            self._sender.send(pb_utils.InferenceResponse(tensors))
 
     def fail(self, message: str, code: Any) -> None:
         """Keeps an error until `close`; another row's error before it is sent."""
@@ -219,7 +153,3 @@ class Call:
             if self._error is not None:
                 self._sender.send(self._error)
             self._error = pb_utils.InferenceResponse(error=pb_utils.TritonError(message, code))
-
-
-def _tensors(arrays: dict[str, npt.NDArray[Any]]) -> list[Any]:
-    return [pb_utils.Tensor(name, array) for name, array in arrays.items()]

@@ -10,7 +10,7 @@ from __future__ import annotations
 import threading
 from collections import OrderedDict
 from collections.abc import Callable
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING
 
 from pipeline.errors import TrtseekError
 from pipeline.runtime.errors import ServingError
@@ -20,7 +20,7 @@ from pipeline.triton.backend.responses import Pending, build_arrays
 if TYPE_CHECKING:
     from pipeline.runtime.handle import Callback, Handle, Update
     from pipeline.triton.backend.requests import Wanted
-    from pipeline.triton.backend.stub import Stub
+    from pipeline.triton.backend.senders import Sender
 
 
 class TimeoutReachedError(ServingError):
@@ -28,23 +28,21 @@ class TimeoutReachedError(ServingError):
 
 
 class Reply:
-    """What one Triton request is answered with: the sequences of all its rows.
+    """What one request is answered with: the sequences of all its rows.
 
-    `sender` is Triton's; only the outbox's thread sends. `on_done` is called there, after the last response.
+    Only the outbox's thread sends. `on_done` is called there, after the last response.
     """
 
     def __init__(
         self,
-        sender: Any,
+        sender: Sender,
         rows: int,
         *,
         request_id: str,
         wanted: Wanted,
-        errors_as_tensor: bool,
         on_done: Callable[[Reply], None],
     ) -> None:
         self.sender, self.request_id, self.wanted, self._on_done = sender, request_id, wanted, on_done
-        self._errors_as_tensor = errors_as_tensor
         self.done = False
         self._lock = threading.RLock()
         # Triton crashes when it is asked about a request whose final response it has.
@@ -71,21 +69,21 @@ class Reply:
     def is_cancelled(self) -> bool:
         """Whether the client has gone, which is a question to Triton's process."""
         with self._sending:
-            return not self.done and bool(self.sender.is_cancelled())
+            return not self.done and self.sender.is_cancelled()
 
     def cancel(self) -> None:
         for handle in self._handles:
             if handle is not None:
                 handle.cancel()
 
-    def send(self, stub: Stub) -> None:
+    def send(self) -> None:
         """Sends what has come since the last time. Called by one thread only."""
         with self._sending:
-            self._send(stub)
+            self._send()
         if self.done:
             self._on_done(self)
 
-    def _send(self, stub: Stub) -> None:
+    def _send(self) -> None:
         with self._lock:
             taken = [(key, pending.take()) for key, pending in self._pending.items() if pending.has_news]
             errors, self._errors = self._errors, []
@@ -98,15 +96,15 @@ class Reply:
             if late:
                 errors.append((row, TimeoutReachedError("timeout_ms is over; the tokens until then were sent")))
             is_last = ended and not errors and pending is taken[-1][1]
-            stub.send(self.sender, arrays, final=is_last)
+            self.sender.send(arrays, final=is_last)
             self.done = is_last
         for place, (row, error) in enumerate(errors):
             named = row if len(self._handles) > 1 else None
             is_last = ended and place == len(errors) - 1
-            stub.send_error(self.sender, error, final=is_last, row=named, as_tensor=self._errors_as_tensor)
+            self.sender.send_error(error, final=is_last, row=named)
             self.done = is_last
         if ended and not self.done:
-            stub.send_final(self.sender)
+            self.sender.send_final()
             self.done = True
 
     def _add(self, row: int, update: Update) -> bool:
@@ -125,8 +123,8 @@ class Reply:
 class Outbox:
     """Sends replies from a thread of its own, until `close`."""
 
-    def __init__(self, stub: Stub, on_error: Callable[[Exception], None]) -> None:
-        self._stub, self._on_error = stub, on_error
+    def __init__(self, on_error: Callable[[Exception], None]) -> None:
+        self._on_error = on_error
         self._ready = threading.Condition()
         self._waiting: OrderedDict[Reply, None] = OrderedDict()
         self._closing = False
@@ -157,7 +155,7 @@ class Outbox:
                     self._ready.wait()
                 reply, _ = self._waiting.popitem(last=False)
             try:
-                reply.send(self._stub)
+                reply.send()
             except Exception as error:  # of one reply: Triton refused a response, and the others go on
                 reply.cancel()
                 self._on_error(error)

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import threading
 import time
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -14,15 +14,18 @@ from pipeline.runtime.errors import RequestError, ServingError
 from pipeline.runtime.executor import Executor, ExecutorSettings
 from pipeline.runtime.request import Priority
 from pipeline.runtime.scheduler import Policy
+from pipeline.triton.backend.door import Door
 from pipeline.triton.backend.loading import load_model
 from pipeline.triton.backend.metrics import Metrics
 from pipeline.triton.backend.replies import Outbox, Reply
 from pipeline.triton.backend.requests import is_stop, name_tensor, read_requests, read_wanted
-from pipeline.triton.backend.stub import Stub
+from pipeline.triton.backend.stub import StubSender, read_parameters, read_tensors
 
 if TYPE_CHECKING:
     from pipeline.runtime.handle import Callback, Handle
     from pipeline.runtime.request import Request
+    from pipeline.triton.backend.responses import Arrays
+    from pipeline.triton.backend.senders import Sender
 
 # Asking whether a client has gone is a round trip of 50 microseconds: so often that it takes 5 % of a core at most,
 # and no oftener than a step of a few tokens takes.
@@ -37,8 +40,7 @@ class Service:
 
     def __init__(self, module: Any, folder: Path, parameters: Mapping[str, str], *, model: str, version: str) -> None:
         """`module`: triton_python_backend_utils. `folder`: the model's own. Raises PackageError, CompatibilityError."""
-        self.stub = Stub(module)
-        self.log = module.Logger
+        self._module, self.log = module, module.Logger
         self.loaded = load_model(folder, parameters)
         self.executor = Executor(
             self.loaded.runner, self.loaded.limits, vocab_size=self.loaded.vocab_size, settings=_settings(parameters)
@@ -51,10 +53,11 @@ class Service:
         self._replies: dict[Reply, None] = {}
         self._lock = threading.Lock()
         self._closed = threading.Event()
-        self._outbox = Outbox(self.stub, lambda error: self.log.log_error(f"a response was not sent: {error!r}"))
+        self._outbox = Outbox(lambda error: self.log.log_error(f"a response was not sent: {error!r}"))
         self._attendant = threading.Thread(target=self._attend, name="attendant", daemon=True)
         self.executor.start()
         self._attendant.start()
+        self._door = Door(model, self._accept_guest)
         self.log.log_info(
             f"{model} serves by the {self.loaded.kind}: {limits.max_batch_size} sequences, "
             f"{limits.num_blocks - 1} blocks of {limits.block_size} tokens"
@@ -62,31 +65,52 @@ class Service:
 
     def execute(self, requests: list[Any]) -> None:
         for request in requests:
-            sender, parameters = request.get_response_sender(), self.stub.read_parameters(request)
-            as_tensor = parameters.get("errors") == "tensor"
-            try:
-                self._accept(request, sender, parameters, as_tensor)
-            except Exception as error:  # an answer is owed, whatever went wrong: without one a client waits for ever
-                if not isinstance(error, TrtseekError):
-                    self.log.log_error(f"a request was not understood: {error!r}")
-                    error = ServingError(f"the request was not understood: {error!r}")
-                self.stub.send_error(sender, error, final=True, as_tensor=as_tensor)
+            self._take(
+                partial(read_tensors, request),
+                StubSender(self._module, request.get_response_sender()),
+                request_id=str(request.request_id() or ""),
+                parameters=read_parameters(request),
+                timeout_us=int(request.timeout() or 0),
+            )
 
     def close(self) -> None:
         """Ends what runs; whoever still waits is told."""
         self.executor.shutdown(drain=False)
         self._outbox.close()
+        self._door.close()
         self._closed.set()
         self._attendant.join(CLOSE_S)
 
-    def _accept(self, request: Any, sender: Any, parameters: Mapping[str, Any], as_tensor: bool) -> None:
-        tensors, request_id = self.stub.read(request), str(request.request_id() or "")
+    def _accept_guest(self, head: dict[str, Any], arrays: Arrays, sender: Sender) -> Reply | None:
+        """A request by the door."""
+        return self._take(
+            lambda: arrays,
+            sender,
+            request_id="",
+            parameters=head["parameters"],
+            timeout_us=head["timeout_us"],
+        )
+
+    def _take(self, read: Callable[[], Arrays], sender: Sender, **options: Any) -> Reply | None:
+        """Starts a request. An answer is owed, whatever goes wrong: without one a client waits for ever."""
+        try:
+            return self._accept(read(), sender, **options)
+        except Exception as error:
+            if not isinstance(error, TrtseekError):
+                self.log.log_error(f"a request was not understood: {error!r}")
+                error = ServingError(f"the request was not understood: {error!r}")
+            sender.send_error(error, final=True)
+            return None
+
+    def _accept(
+        self, tensors: Arrays, sender: Sender, *, request_id: str, parameters: Mapping[str, Any], timeout_us: int
+    ) -> Reply | None:
         if is_stop(tensors):
             if not request_id:
                 raise RequestError("stop", "needs the id of the request that is to be stopped")
             self._stop(request_id)
-            self.stub.send_final(sender)
-            return
+            sender.send_final()
+            return None
         if not self.executor.healthy:
             raise ServingError("the executor has failed", hint="the model has to be loaded again")
         requests = read_requests(
@@ -94,20 +118,14 @@ class Service:
             request_id=request_id,
             vocab_size=self.loaded.vocab_size,
             parameters=parameters,
-            timeout_us=int(request.timeout() or 0),
+            timeout_us=timeout_us,
         )
-        reply = Reply(
-            sender,
-            len(requests),
-            request_id=request_id,
-            wanted=read_wanted(tensors),
-            errors_as_tensor=as_tensor,
-            on_done=self._forget,
-        )
+        reply = Reply(sender, len(requests), request_id=request_id, wanted=read_wanted(tensors), on_done=self._forget)
         with self._lock:
             self._replies[reply] = None
         for row, wanted in enumerate(requests):
             reply.start(row, partial(self._submit, wanted), self._outbox)
+        return reply
 
     def _submit(self, request: Request, on_update: Callback) -> Handle:
         try:
