@@ -14,14 +14,16 @@ from pipeline.errors import QuantizationError
 from pipeline.progress import SILENT, Progress
 from pipeline.quantization.capture import Capture, Captured, draw_priorities
 from pipeline.quantization.hidden_states import HiddenStates
+from pipeline.quantization.text import sample_tokens
 
 if TYPE_CHECKING:
-    from collections.abc import Callable, Collection, Iterable, Iterator
+    from collections.abc import Callable, Collection, Iterable, Iterator, Sequence
     from pathlib import Path
 
     from torch import Tensor
 
     from pipeline.checkpoint.folder import CheckpointFolder
+    from pipeline.quantization.documents import CalibrationFile
     from pipeline.workspace import Workspace
 
 FOLDER = "calibration"
@@ -63,7 +65,7 @@ class Calibration:
         experts = self.source.architecture.experts
         routed = experts.num_routed if experts is not None and self.source.architecture.is_routed(layer) else 0
         priorities = draw_priorities(self.samples * self.length, self.seed)
-        capture = Capture(names, priorities, routed, moments, self.folder / EXPERT_INPUTS)
+        capture = Capture(names, priorities, routed, moments, self.folder / EXPERT_INPUTS, self.length)
         self._run(layer, capture)
         return capture.finish()
 
@@ -125,6 +127,22 @@ class Calibration:
                     )
                 yield output
                 self.progress.advance(stop - start)
+
+
+def sample_pieces(
+    source: CheckpointFolder, files: Sequence[CalibrationFile | Path], *, samples: int, length: int, seed: int
+) -> Tensor:
+    """int64 [samples, length] by the checkpoint's own tokenizer, each piece begun as the model's inputs are."""
+    bos = source.config.get("bos_token_id")
+    return sample_tokens(
+        tokenizer_file(source),
+        files,
+        samples=samples,
+        length=length,
+        seed=seed,
+        vocab_size=source.architecture.vocab_size,
+        bos=bos if isinstance(bos, int) else None,
+    )
 
 
 def tokenizer_file(source: CheckpointFolder) -> Path:

@@ -14,6 +14,7 @@ from typing import TYPE_CHECKING, Any
 
 import torch
 
+from pipeline.quantization.coverage import Spread
 from pipeline.quantization.kv_cache import CacheRange
 from pipeline.quantization.moments import ExpertInputs, MomentSum
 
@@ -53,6 +54,7 @@ class Captured:
     moments: dict[str, Tensor] = field(default_factory=dict)
     expert_inputs: ExpertInputs | None = None
     cache_amax: float = 0.0  # of all that a cache would hold
+    coverage: dict[str, dict[str, float]] = field(default_factory=dict)  # see coverage.py
 
 
 class Sampler:
@@ -101,7 +103,8 @@ class Capture:
 
     `num_experts` is 0 for a layer without routed experts; else "mlp.experts" may be among `names`, and what it is given
     is also kept expert by expert, as the router chose. `moments`: those whose second moments are wanted; the experts'
-    whole input goes to the file `spill` then, and its second moments are left to whoever reads it.
+    whole input goes to the file `spill` then, and its second moments are left to whoever reads it. `sample_length`, in
+    tokens: coverage is judged by samples of it.
     """
 
     def __init__(
@@ -111,6 +114,7 @@ class Capture:
         num_experts: int = 0,
         moments: Collection[str] = (),
         spill: Path | None = None,
+        sample_length: int | None = None,
     ) -> None:
         self.samplers = {name: Sampler(priorities) for name in names}
         limit = min(ROWS, max(FEWEST_EXPERT_ROWS, EXPERT_ROWS // max(num_experts, 1)))
@@ -118,6 +122,7 @@ class Capture:
         self.experts = [Sampler(priorities, limit) for _ in range(experts)]
         self.moments = {name: MomentSum() for name in moments if name != EXPERTS or not experts}
         self.expert_inputs = ExpertInputs(spill) if spill is not None and experts and EXPERTS in moments else None
+        self.spreads = {name: Spread(sample_length) for name in self.samplers} if sample_length else {}
         self.cache = CacheRange()
         self._start = 0
 
@@ -143,13 +148,17 @@ class Capture:
         inputs = {name: sampler.finish() for name, sampler in self.samplers.items()}
         experts = tuple(sampler.finish() for sampler in self.experts)
         moments = {name: total.finish() for name, total in self.moments.items()}
-        return Captured(inputs, experts, moments, self.expert_inputs, self.cache.amax)
+        figures = {name: spread.finish() for name, spread in self.spreads.items()}
+        coverage = {name: row for name, row in figures.items() if row is not None}
+        return Captured(inputs, experts, moments, self.expert_inputs, self.cache.amax, coverage)
 
     def _hook(self, name: str, sampler: Sampler) -> Any:
         def see(_: nn.Module, arguments: tuple[Tensor, ...]) -> None:
             x = arguments[0].reshape(-1, arguments[0].shape[-1])
             positions = self._start + torch.arange(x.shape[0])
             sampler.add(x, positions)
+            if name in self.spreads:
+                self.spreads[name].add(x, positions)
             if name in self.moments:
                 self.moments[name].add(x)
             if name == EXPERTS:

@@ -59,6 +59,7 @@ class LayerPlan:
     rows: dict[str, dict[str, Any]] = field(default_factory=dict)
     losses: dict[str, Mapping[str, Loss]] = field(default_factory=dict)
     experts: dict[str, Any] | None = None
+    coverage: dict[str, dict[str, float]] = field(default_factory=dict)  # by input
     added: dict[str, Tensor] = field(default_factory=dict)  # tensors that the source has not, by name
 
     def describe(self, name: str) -> dict[str, Any]:
@@ -147,6 +148,7 @@ def _take(
             "group_size": linears[name].group,
             "alpha": choice.alpha,
             "scale": place,
+            "scale_group": group.name,
             "clipped": treatment.limits is not None,
         }
 

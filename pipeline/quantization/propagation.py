@@ -10,11 +10,9 @@ from typing import TYPE_CHECKING
 import torch
 
 from pipeline.progress import SILENT, Progress
-from pipeline.quantization import calibration
-from pipeline.quantization.calibration import Calibration
+from pipeline.quantization.calibration import Calibration, sample_pieces
 from pipeline.quantization.gradients import Head, LayerRunner, write_head_gradients, write_layer_gradients
 from pipeline.quantization.hidden_states import HiddenStates
-from pipeline.quantization.text import sample_tokens
 
 if TYPE_CHECKING:
     from torch import Tensor
@@ -109,13 +107,5 @@ class Propagation:
         ]
 
     def _sample(self) -> Tensor:
-        bos = self.source.config.get("bos_token_id")
-        return sample_tokens(
-            calibration.tokenizer_file(self.source),
-            self.files,
-            samples=self.effort.samples,
-            length=self.effort.length,
-            seed=self.seed,
-            vocab_size=self.source.architecture.vocab_size,
-            bos=bos if isinstance(bos, int) else None,
-        )
+        e = self.effort
+        return sample_pieces(self.source, self.files, samples=e.samples, length=e.length, seed=self.seed)

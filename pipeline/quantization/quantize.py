@@ -25,7 +25,8 @@ from pipeline.checkpoint.tensors import TensorInfo
 from pipeline.errors import CompatibilityError
 from pipeline.progress import SILENT, Progress
 from pipeline.quantization import calibration
-from pipeline.quantization.calibration import Calibration
+from pipeline.quantization.calibration import Calibration, sample_pieces
+from pipeline.quantization.coverage import summarize, warn
 from pipeline.quantization.documents import name_file
 from pipeline.quantization.folding import Adjustments
 from pipeline.quantization.kv_cache import CACHE_FORMATS, cache_step
@@ -35,7 +36,6 @@ from pipeline.quantization.report import REPORT, QuantizationReport
 from pipeline.quantization.rules import choose_linears
 from pipeline.quantization.selection import METHODS, name_algo
 from pipeline.quantization.shard import model_dtype, write_shard
-from pipeline.quantization.text import sample_tokens
 
 if TYPE_CHECKING:
     from collections.abc import Iterator, Sequence
@@ -139,6 +139,7 @@ class _Run:
         )
         if captured is not None and keeps_cache:
             plan.added[cache_scale(layer)] = cache_step(self.settings.kv_cache, captured.cache_amax)
+        plan.coverage = captured.coverage if captured is not None else {}
         self._write(f"layer-{layer}", layer, names, plan)
         if captured is not None:
             self.calibration.forget(layer)
@@ -187,6 +188,7 @@ class _Run:
             smaller_groups=self.selection.smaller_groups(self.settings.group_size),
             idle_patterns=list(self.selection.idle_patterns),
             experts={str(layer): part["experts"] for layer, part in enumerate(parts) if part["experts"]},
+            coverage=summarize({str(layer): part["coverage"] for layer, part in enumerate(parts) if part["coverage"]}),
             bytes_before=sum(info.nbytes for info in self.source.tensors.values()),
             bytes_after=sum(shard.nbytes for shard in shards),
         )
@@ -195,6 +197,9 @@ class _Run:
             write_index(self.workspace.path, shards),
             *self.source.copy_companions(self.workspace.path),
         ]
+        warning = warn(report.coverage)
+        if warning is not None:
+            self.progress.note(warning)
         report.write(self.workspace.path / REPORT)
         self.workspace.finish("report", [*written, self.workspace.path / REPORT])
 
@@ -209,6 +214,7 @@ class _Run:
             "infos": [(info.name, info.dtype, info.shape) for info in infos],
             "linears": {name: plan.describe(name) for name in self.selection.linears if name in plan.rows},
             "experts": plan.experts,
+            "coverage": plan.coverage,
         }
         self._part(step).write_text(json.dumps(part), encoding="utf-8")
         self.workspace.finish(step, [path, self._part(step)])
@@ -217,17 +223,8 @@ class _Run:
         return self.workspace.path / PARTS / f"{step}.json"
 
     def _sample(self) -> Tensor:
-        wanted = self.settings.calibration
-        bos = self.source.config.get("bos_token_id")
-        return sample_tokens(
-            calibration.tokenizer_file(self.source),
-            wanted.files,
-            samples=wanted.samples,
-            length=wanted.length,
-            seed=wanted.seed,
-            vocab_size=self.source.architecture.vocab_size,
-            bos=bos if isinstance(bos, int) else None,
-        )
+        c = self.settings.calibration
+        return sample_pieces(self.source, c.files, samples=c.samples, length=c.length, seed=c.seed)
 
     def _describe_calibration(self) -> dict[str, Any] | None:
         if not self.measures:

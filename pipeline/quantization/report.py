@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import json
+import re
+from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -15,8 +17,8 @@ class QuantizationReport:
     """`linears`: by name, group size, alpha, where the scale went, whether clipped, output error before and after.
 
     `unquantized`: the other weight matrices, with the reason. `experts`: by routed layer, calibration tokens per expert
-    and the policy applied to those with too few. Losses are squared output error over squared output on the sampled
-    calibration rows, or null where nothing was measured.
+    and the policy applied to those with too few. `coverage`: whether the text says enough, see coverage.py. Losses are
+    squared output error over squared output on the sampled calibration rows, or null where nothing was measured.
     """
 
     method: str
@@ -28,6 +30,7 @@ class QuantizationReport:
     smaller_groups: dict[str, int]
     idle_patterns: list[str]
     experts: dict[str, dict[str, Any]]
+    coverage: dict[str, Any]
     bytes_before: int
     bytes_after: int
 
@@ -35,6 +38,35 @@ class QuantizationReport:
     def ratio(self) -> float:
         """Size after over size before."""
         return self.bytes_after / self.bytes_before
+
+    @property
+    def heat_map(self) -> list[dict[str, Any]]:
+        """A row per layer and scale group, the groups of a layer's experts as one: how large the outputs' errors are.
+
+        layer; group: the linear that names it, relative to the layer, experts as "*"; linears: how many; method;
+        format; alpha: the mean of those that have one; clipped: the share of the linears; loss_before and loss_after:
+        the mean of the linears' losses, null where nothing was measured.
+        """
+        cells: dict[tuple[int, str, str], list[dict[str, Any]]] = {}
+        for row in self.linears.values():
+            _, _, rest = row["scale_group"].partition(".layers.")
+            layer, _, group = rest.partition(".")
+            place = re.sub(r"\.experts\.\d+\.", ".experts.*.", group)
+            cells.setdefault((int(layer), place, row["method"]), []).append(row)
+        return [
+            {
+                "layer": layer,
+                "group": group,
+                "linears": len(rows),
+                "method": method,
+                "format": rows[0]["format"],
+                "alpha": _average(rows, "alpha"),
+                "clipped": sum(row["clipped"] for row in rows) / len(rows),
+                "loss_before": _average(rows, "loss_before"),
+                "loss_after": _average(rows, "loss_after"),
+            }
+            for (layer, group, method), rows in cells.items()
+        ]
 
     def to_json(self) -> dict[str, Any]:
         return {
@@ -47,6 +79,8 @@ class QuantizationReport:
             "ratio": round(self.ratio, 6),
             "smaller_groups": self.smaller_groups,
             "idle_patterns": self.idle_patterns,
+            "coverage": self.coverage,
+            "heat_map": self.heat_map,
             "experts": self.experts,
             "linears": self.linears,
             "unquantized": self.unquantized,
@@ -59,4 +93,9 @@ class QuantizationReport:
     def read(path: Path) -> QuantizationReport:
         """What `write` wrote."""
         values = json.loads(path.read_text(encoding="utf-8"))
-        return QuantizationReport(**{key: value for key, value in values.items() if key != "ratio"})
+        return QuantizationReport(**{key: value for key, value in values.items() if key not in ("ratio", "heat_map")})
+
+
+def _average(rows: Sequence[dict[str, Any]], key: str) -> float | None:
+    values = [row[key] for row in rows if row[key] is not None]
+    return float(f"{sum(values) / len(values):.4g}") if values else None

@@ -172,3 +172,11 @@ def test_candidates() -> None:
     names = [candidate.name for candidate in list_candidates(rules, ("int8", "fp8_blocks"), search=False)]
     assert names == ["rtn/64", "int8", "fp8_blocks"]
     assert Candidate.parse("rtn/64") == Candidate(method="rtn", group_size=64)
+
+
+def test_one_sample_does_not_decide() -> None:
+    """Twelve samples of 1 to 12: the median is 6, and 10,000 counts for 48."""
+    values = torch.arange(1.0, 13.0)
+    assert sensitivity._average(values) == 6.5
+    values[11] = 10_000
+    assert sensitivity._average(values) == pytest.approx((66 + 48) / 12)
