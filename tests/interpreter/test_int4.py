@@ -13,19 +13,19 @@ from pipeline.interpreter.operations import int4
 
 @pytest.fixture
 def afresh() -> Iterator[None]:
-    native.load_int4_linear.cache_clear()
+    native.load_functions.cache_clear()
     yield
-    native.load_int4_linear.cache_clear()
+    native.load_functions.cache_clear()
 
 
 @pytest.fixture(params=["torch", "native"])
 def kernel(request: pytest.FixtureRequest) -> int4.Int4Kernel:
     if request.param == "torch":
         return int4.TORCH
-    function = native.load_int4_linear()
-    if function is None:
+    functions = native.load_functions()
+    if functions is None:
         pytest.skip("no compiler, or no AVX-512 bf16")
-    return int4._native(function)
+    return int4._native(functions.int4_linear)
 
 
 def draw(width: int, columns: int, group: int) -> tuple[torch.Tensor, torch.Tensor]:

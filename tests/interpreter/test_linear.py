@@ -38,7 +38,7 @@ def run(program: Program, mode: Any, x: torch.Tensor) -> torch.Tensor:
 @pytest.fixture(params=["torch", "native"])
 def kernel(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> int4.Int4Kernel:
     if request.param == "torch":
-        monkeypatch.setattr(int4, "load_int4_linear", lambda: None)
+        monkeypatch.setattr(int4, "load_functions", lambda: None)
     found = int4.pick_int4_kernel(64, OUT)
     if found is None or found.name != request.param:
         pytest.skip("no compiler, or no AVX-512 bf16")

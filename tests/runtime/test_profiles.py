@@ -29,7 +29,7 @@ LIMITS = BuildLimits(
     max_seq_len=128,
     max_batch_size=12,
     max_num_tokens=24,
-    generation=(Rectangle(batch=12, length=32), Rectangle(batch=3, length=128)),
+    generation=(Rectangle(batch=12, length=32), Rectangle(batch=4, length=128)),
     block_size=8,
     max_blocks=100,
 )
@@ -61,8 +61,8 @@ def plan(*chunks: tuple[int, int], **options: Any) -> dict[str, np.ndarray]:
     [
         ([(1, 0)], "generation 12 x 32"),
         ([(1, 31)] * 12, "generation 12 x 32"),
-        ([(1, 32)] * 3, "generation 3 x 128"),
-        ([(1, 127), (1, 3)], "generation 3 x 128"),
+        ([(1, 32)] * 3, "generation 4 x 128"),
+        ([(1, 127), (1, 3)], "generation 4 x 128"),
         ([(2, 0)], "context"),
         ([(1, 60), (5, 3)], "context"),
     ],
@@ -71,7 +71,7 @@ def test_a_step_runs_where_it_fits(profiles: tuple[StepProfile, ...], chunks: An
     assert choose_profile(profiles, measure(plan(*chunks))).name == name
 
 
-@pytest.mark.parametrize("chunks", [[(1, 1)] * 13, [(1, 40)] * 4, [(25, 0)], [(9, 120)]])
+@pytest.mark.parametrize("chunks", [[(1, 1)] * 13, [(1, 40)] * 5, [(25, 0)], [(9, 120)]])
 def test_a_step_that_fits_nowhere_says_what_would(profiles: tuple[StepProfile, ...], chunks: Any) -> None:
     sizes = measure(plan(*chunks))
     with pytest.raises(CompatibilityError) as error:

@@ -1,7 +1,7 @@
-"""The one kernel that torch lacks, in C: INT4 weights times a few bf16 rows, at twice the speed of torch's.
+"""Two kernels in C for decoding, where torch has none as fast: INT4 weights times a few bf16 rows, and the RMS norm.
 
 Compiled in a second when first asked for, by the machine's own compiler, for processors with AVX-512 bf16. Where either
-is missing, torch's kernel runs: more slowly, within the same roundings.
+is missing, torch's kernels run: more slowly, within the same roundings.
 """
 
 from __future__ import annotations
@@ -13,34 +13,42 @@ import shutil
 import subprocess
 import tempfile
 from collections.abc import Callable
+from dataclasses import dataclass
 from pathlib import Path
 
-SOURCE = Path(__file__).with_name("int4.c")
+SOURCES = tuple(Path(__file__).with_name(name) for name in ("int4.c", "norm.c"))
 FLAGS = ("-O3", "-march=x86-64-v4", "-mavx512bf16", "-fopenmp", "-shared", "-fPIC")
 SECONDS = 60
+_POINTER, _FLOAT, _INT, _LONG = ctypes.c_void_p, ctypes.c_float, ctypes.c_int, ctypes.c_long
 
 Function = Callable[..., None]
 
 
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Functions:
+    """Those of the C files, by name; pointers are passed as integers."""
+
+    int4_linear: Function
+    rms_norm: Function
+
+
 @functools.cache
-def load_int4_linear() -> Function | None:
-    """int4.c's int4_linear; None where it cannot be compiled or run here."""
+def load_functions() -> Functions | None:
+    """None where they cannot be compiled or run here."""
     import torch
 
     compiler = shutil.which(os.environ.get("CC", "gcc"))
     if compiler is None or not torch.cpu._is_avx512_bf16_supported():
         return None
     with tempfile.TemporaryDirectory() as folder:
-        library = Path(folder) / "int4.so"
+        library = Path(folder) / "kernels.so"
+        command = [compiler, *FLAGS, "-o", str(library), *map(str, SOURCES), "-lm"]
         try:
-            subprocess.run(
-                [compiler, *FLAGS, "-o", str(library), str(SOURCE)], check=True, capture_output=True, timeout=SECONDS
-            )
-            function = ctypes.CDLL(str(library)).int4_linear
+            subprocess.run(command, check=True, capture_output=True, timeout=SECONDS)
+            loaded = ctypes.CDLL(str(library))
         except (OSError, subprocess.SubprocessError):
             return None  # another compiler, or no OpenMP
-    pointer, number = ctypes.c_void_p, ctypes.c_long
-    function.argtypes = [*[pointer] * 4, ctypes.c_int, *[number] * 4, ctypes.c_int]
-    function.restype = None
-    found: Function = function
-    return found
+    loaded.int4_linear.argtypes = [*[_POINTER] * 4, _INT, *[_LONG] * 4, _INT]
+    loaded.rms_norm.argtypes = [*[_POINTER] * 3, _FLOAT, *[_LONG] * 2]
+    loaded.int4_linear.restype = loaded.rms_norm.restype = None
+    return Functions(int4_linear=loaded.int4_linear, rms_norm=loaded.rms_norm)

@@ -6,6 +6,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
+from pipeline.interpreter.native import Function, load_functions
 from pipeline.interpreter.operations.arithmetic import compile_sigmoid
 from pipeline.interpreter.operations.attention import cache_rows, mask_bias, write_rows
 from pipeline.interpreter.operations.movement import select_rows
@@ -18,6 +19,7 @@ MOST_SCORES = 1 << 24  # of a layer held at once in exact mode, 64 MiB
 # Fast mode: between these numbers of scores per head, and in all, plain products are up to three times as fast as
 # torch's fused attention. They round scores and probabilities to bf16, as transformers' eager attention does.
 FEWEST_PLAIN, MOST_PLAIN = 1 << 8, 1 << 24
+MOST_NORMED = 1 << 16  # values that one thread norms
 
 
 def compile_cache_rows(site: Site) -> Kernel:
@@ -136,7 +138,26 @@ def compile_rms_norm(site: Site) -> Kernel:
         factor = torch.addcmul(eps, length, length, value=1 / width).rsqrt_()
         return (wide * factor).to(normal) * weight
 
-    return norm_fast if site.numerics.mode == "fast" and width > 0 else norm
+    if site.numerics.mode != "fast" or width < 1:
+        return norm
+    functions = load_functions() if normal is torch.bfloat16 else None
+    return norm_fast if functions is None else _compile_native_norm(site, functions.rms_norm, norm_fast)
+
+
+def _compile_native_norm(site: Site, rms_norm: Function, general: Kernel) -> Kernel:
+    """`general`, where bf16 rows are few enough for one thread."""
+    width = site.spec(0).shape[-1]
+
+    def norm(x: Tensor, weight: Tensor, eps: Tensor) -> Tensor:
+        if x.numel() > MOST_NORMED or x.dtype is not torch.bfloat16 or weight.dtype is not torch.bfloat16:
+            result: Tensor = general(x, weight, eps)
+            return result
+        x, weight = x.contiguous(), weight.contiguous()
+        y: Tensor = torch.empty_like(x)
+        rms_norm(x.data_ptr(), weight.data_ptr(), y.data_ptr(), eps.item(), x.numel() // width, width)
+        return y
+
+    return norm
 
 
 def compile_gate(site: Site) -> Kernel:

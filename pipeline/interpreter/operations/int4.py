@@ -12,7 +12,7 @@ from typing import cast
 import torch
 from torch import Tensor
 
-from pipeline.interpreter.native import Function, load_int4_linear
+from pipeline.interpreter.native import Function, load_functions
 
 GROUPS, COLUMNS = (32, 64, 128, 256), 16  # what both kernels take; columns in multiples
 FEWEST_SHARED = 1 << 20  # multiplications, from which on another thread pays
@@ -38,8 +38,8 @@ def pick_int4_kernel(group: int, columns: int) -> Int4Kernel | None:
     """None where no kernel takes such a weight."""
     if group not in GROUPS or columns % COLUMNS:
         return None
-    function = load_int4_linear()
-    return TORCH if function is None else _native(function)
+    functions = load_functions()
+    return TORCH if functions is None else _native(functions.int4_linear)
 
 
 def _torch_pack(values: Tensor) -> Tensor:
