@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import gc
 from collections.abc import Iterator, Mapping, Sequence
+from contextlib import closing
 from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING
 
@@ -80,58 +81,41 @@ def run_network(
     """Yields, segment by segment and step by step, every layer's output and at last the logits. Between two segments,
     many tokens' hidden states wait in a file in `folder` (None: where temporary files go). `widened`: without the
     rounding of linears' inputs (network/widening.py)."""
-    rows = [len(step.inputs[inputs.SLOT_IDS.name]) for step in steps]
-    activations = Activations(rows, architecture.hidden_size, folder=folder)
-    try:
-        yield from _run(source, architecture, spec, steps, num_blocks, mode, segments, activations, widened)
-    finally:
-        activations.close()
-
-
-def _run(
-    source: TensorSource,
-    architecture: Architecture,
-    spec: NetworkSpec,
-    steps: Sequence[Step],
-    num_blocks: int,
-    mode: Mode,
-    segments: Sequence[tuple[int, int]],
-    activations: Activations,
-    widened: bool,
-) -> Iterator[Event]:
     import torch
 
     from pipeline.interpreter.interpreter import Interpreter
     from pipeline.network.widening import widen_inputs
 
-    for first, last in segments:
-        program = read_program(source, architecture, spec, (first, last))
-        program = widen_inputs(program) if widened else program
-        interpreter = Interpreter(program, mode=mode, resident_bytes=RESIDENT_BYTES)
-        slice_spec = replace(spec, layers=(first, last))
-        pools = {
-            pool.name: torch.zeros(pool.resolve({"NB": num_blocks}), dtype=getattr(torch, _held(pool.dtype, mode)))
-            for pool in inputs.pools(architecture, slice_spec)
-        }
-        wanted = [port.name for port in inputs.step_inputs(architecture, slice_spec)]
-        result = inputs.result(architecture, slice_spec).name
-        taps = [inputs.layer_output(layer) for layer in range(first, last)]
-        for i, step in enumerate(steps):
-            hidden = None if first == 0 else activations.get(i)
-            feeds = _feed(step.inputs, hidden, wanted) | pools
-            with torch.inference_mode():
-                outputs = interpreter.run(feeds, taps=taps)
-            for layer in range(first, last):
-                yield Event(step=i, layer=layer, rows=outputs[inputs.layer_output(layer)])
-            if last == architecture.num_layers:
-                yield Event(step=i, layer=None, rows=outputs[result])
-            else:
-                activations.put(i, outputs[result])
-        if len(segments) > 1:
-            # Program and plan refer to each other: without this, layers wait for the collector and add up.
-            del program, interpreter, feeds, outputs, pools
-            gc.collect()
-            _let_go(source, first, last)
+    rows = [len(step.inputs[inputs.SLOT_IDS.name]) for step in steps]
+    with closing(Activations(rows, architecture.hidden_size, folder=folder)) as activations:
+        for first, last in segments:
+            program = read_program(source, architecture, spec, (first, last))
+            program = widen_inputs(program) if widened else program
+            interpreter = Interpreter(program, mode=mode, resident_bytes=RESIDENT_BYTES)
+            slice_spec = replace(spec, layers=(first, last))
+            pools = {
+                pool.name: torch.zeros(pool.resolve({"NB": num_blocks}), dtype=getattr(torch, _held(pool.dtype, mode)))
+                for pool in inputs.pools(architecture, slice_spec)
+            }
+            wanted = [port.name for port in inputs.step_inputs(architecture, slice_spec)]
+            result = inputs.result(architecture, slice_spec).name
+            taps = [inputs.layer_output(layer) for layer in range(first, last)]
+            for i, step in enumerate(steps):
+                hidden = None if first == 0 else activations.get(i)
+                feeds = _feed(step.inputs, hidden, wanted) | pools
+                with torch.inference_mode():
+                    outputs = interpreter.run(feeds, taps=taps)
+                for layer in range(first, last):
+                    yield Event(step=i, layer=layer, rows=outputs[inputs.layer_output(layer)])
+                if last == architecture.num_layers:
+                    yield Event(step=i, layer=None, rows=outputs[result])
+                else:
+                    activations.put(i, outputs[result])
+            if len(segments) > 1:
+                # Program and plan refer to each other: without this, layers wait for the collector and add up.
+                del program, interpreter, feeds, outputs, pools
+                gc.collect()
+                _let_go(source, first, last)
 
 
 def _held(dtype: str, mode: Mode) -> str:
