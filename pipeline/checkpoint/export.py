@@ -17,6 +17,7 @@ from pipeline.checkpoint.architecture import Architecture
 from pipeline.checkpoint.block_scales import is_block_scaled, read_weight
 from pipeline.checkpoint.engine_config import read_own_key, write_exported
 from pipeline.checkpoint.folder import CheckpointFolder
+from pipeline.checkpoint.layer_state import LayerState
 from pipeline.checkpoint.layouts import Mapping, layout_for
 from pipeline.checkpoint.layouts.scales import CHANNEL_SCALES, PRESCALE, WEIGHT_SCALES, find_format, scale_mapping
 from pipeline.checkpoint.safetensors_file import write_safetensors
@@ -28,16 +29,15 @@ if TYPE_CHECKING:
     import torch
 
 
-def hf_layer_state(source: TensorSource, architecture: Architecture, layer: int) -> dict[str, torch.Tensor]:
+def hf_layer_state(source: TensorSource, architecture: Architecture, layer: int) -> LayerState:
     """Decoder layer `layer` under HF's on-disk names relative to it ("self_attn.q_proj.weight", …).
 
     Weights share memory with the checkpoint's mapping (do not write to them); quantized ones are dequantized to
-    float32.
-    Raises CheckpointError for a tensor that the checkpoint lacks or holds in another shape.
+    float32, those of routed experts each time that they are asked for.
+    Raises CheckpointError for a tensor that the checkpoint lacks or holds in another shape (an expert's: when read).
     """
-    prefix = f"model.layers.{layer}."
-    state = _read_state(source, layout_for(architecture).layer_mappings(layer))
-    return {name.removeprefix(prefix): tensor for name, tensor in state.items()}
+    mappings = [m for m in layout_for(architecture).layer_mappings(layer) if _is_there(source, m)]
+    return LayerState(f"model.layers.{layer}.", mappings, lambda m: m.backward(_read_weight(source, m)))
 
 
 def hf_outer_state(source: TensorSource, architecture: Architecture) -> dict[str, torch.Tensor]:

@@ -10,9 +10,11 @@ Shapes: B batch, T tokens, H hidden, E routed experts, I their width.
 from __future__ import annotations
 
 import copy
+import math
 from collections.abc import Mapping
 from typing import TYPE_CHECKING, Any, cast
 
+from pipeline.checkpoint.layer_state import EXPERTS, STACKS, ExpertStack
 from pipeline.errors import CheckpointError
 
 if TYPE_CHECKING:
@@ -26,6 +28,8 @@ MODULES = {
     "DeepseekV3ForCausalLM": ("deepseek_v3", "DeepseekV3"),
 }
 ROUTER = "mlp.gate."
+# Routed experts of a layer up to this many bytes are held: V2-Lite's 2.2 GB in float32, but not V2's 15, V3's 45 GB.
+HELD_EXPERTS = 3_000_000_000
 # Keys that would make transformers load custom code, refuse our dtype, or look for a quantizer.
 OWN_KEYS = ("auto_map", "torch_dtype", "dtype", "quantization_config", "trtseek")
 
@@ -37,7 +41,8 @@ def build_hf_layer(
 
     `state` maps names relative to the layer ("self_attn.q_proj.weight", "mlp.experts.3.up_proj.weight") to weights,
     which are cast to `dtype`; the router alone is float32 (its correction bias too), as `transformers` keeps it. The
-    module's weights share memory with `state` where no cast is needed. Call it as
+    module's weights share memory with `state` where no cast is needed. Routed experts that would take more than
+    HELD_EXPERTS bytes are no parameters of it: each is read from `state` whenever its tokens come. Call it as
     `module(hidden [B,T,H], attention_mask=causal_mask(T), position_embeddings=rotary(hidden, position_ids))`.
     Raises CheckpointError for missing, left-over or misshapen weights.
     """
@@ -47,7 +52,15 @@ def build_hf_layer(
     with torch.device("meta"):
         module = cast("torch.nn.Module", getattr(module_source, f"{prefix}DecoderLayer")(hf_config, layer))
     wanted = {name: tuple(tensor.shape) for name, tensor in module.state_dict().items()}
-    weights = _fuse_experts(state, wanted, dtype)
+    stacks = _stack_experts(state, wanted, dtype)
+    used = {name for stack in stacks.values() for expert in range(stack.shape[0]) for name in stack.names(expert)}
+    weights = {name: state[name] for name in state if name not in used}
+    nbytes = sum(math.prod(stack.shape) for stack in stacks.values()) * dtype.itemsize
+    if nbytes <= HELD_EXPERTS:
+        weights |= {name: stack.stacked() for name, stack in stacks.items()}
+    else:
+        _read_when_used(module, stacks)
+        wanted = {name: shape for name, shape in wanted.items() if name not in stacks}
     cast_to = {name: torch.float32 if name.startswith(ROUTER) else dtype for name in weights}
     _check_shapes(layer, wanted, weights)
     module.load_state_dict({name: w.to(cast_to[name]) for name, w in weights.items()}, assign=True)
@@ -82,6 +95,14 @@ def causal_mask(tokens: int, dtype: torch.dtype) -> torch.Tensor:
     import torch
 
     return torch.full((tokens, tokens), torch.finfo(dtype).min, dtype=dtype).triu(1)[None, None]
+
+
+def _read_when_used(module: torch.nn.Module, stacks: Mapping[str, ExpertStack]) -> None:
+    """Puts `stacks` in the place of the module's parameters: its own code only indexes them."""
+    for name, stack in stacks.items():
+        owner, _, attribute = name.rpartition(".")
+        delattr(module.get_submodule(owner), attribute)
+        setattr(module.get_submodule(owner), attribute, stack)
 
 
 def _load_classes(config: Mapping[str, Any]) -> tuple[Any, Any, str]:
@@ -126,27 +147,12 @@ def _reject_unproven(name: str, values: Mapping[str, Any]) -> None:
             )
 
 
-def _fuse_experts(
+def _stack_experts(
     state: Mapping[str, torch.Tensor], wanted: Mapping[str, tuple[int, ...]], dtype: torch.dtype
-) -> dict[str, torch.Tensor]:
-    """Gathers mlp.experts.N.{gate,up,down}_proj into transformers 5's [E, 2I, H] (gate first) and [E, H, I]."""
-    import torch
-
-    weights = dict(state)
-    for fused, parts in (("gate_up_proj", ("gate_proj", "up_proj")), ("down_proj", ("down_proj",))):
-        target = f"mlp.experts.{fused}"
-        if target not in wanted:
-            continue
-        whole = torch.empty(wanted[target], dtype=dtype)
-        for expert in range(whole.shape[0]):
-            for part, rows in zip(parts, whole[expert].chunk(len(parts)), strict=True):
-                name = f"mlp.experts.{expert}.{part}.weight"
-                if name not in state or state[name].shape != rows.shape:
-                    found = f"has shape {list(state[name].shape)}" if name in state else "is missing"
-                    raise CheckpointError(f"{name} {found}; transformers' module wants {list(rows.shape)}")
-                rows.copy_(weights.pop(name))
-        weights[target] = whole
-    return weights
+) -> dict[str, ExpertStack]:
+    """The module's stacked parameters by name; none where the layer has no routed experts."""
+    places = {f"{EXPERTS}.{stack}": stack for stack in STACKS}
+    return {name: ExpertStack(state, stack, wanted[name], dtype) for name, stack in places.items() if name in wanted}
 
 
 def _check_shapes(layer: int, wanted: Mapping[str, tuple[int, ...]], weights: Mapping[str, torch.Tensor]) -> None:
