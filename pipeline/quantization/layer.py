@@ -106,7 +106,7 @@ def plan_layer(
             inputs=inputs,
             realise=partial(realise, fold=group.fold, source=source, dtype=dtype),
             scale_dtype=dtype,
-            clip=clip and group.clip,
+            clip=clip,
             moments=looks.moments(group, members) if looks is not None and METHODS[method].moments else {},
             factors=factors,
         )

@@ -36,11 +36,10 @@ class Row:
     linears: tuple[str, ...]
     seen_at: str
     fold: Fold | None = None
-    clip: bool = True  # AWQ's code leaves q and k unclipped: their product meets a softmax
 
 
 LLAMA_ATTENTION = (
-    Row(("attention.qkv",), "self_attn.q_proj", Fold("input_layernorm"), clip=False),
+    Row(("attention.qkv",), "self_attn.q_proj", Fold("input_layernorm")),
     Row(("attention.dense",), "self_attn.o_proj", Fold("attention.qkv", "values")),
 )
 LATENT_ATTENTION = (
@@ -49,9 +48,8 @@ LATENT_ATTENTION = (
         ("attention.q_proj", "attention.q_a_proj", "attention.kv_a_proj_with_mqa"),
         "self_attn.kv_a_proj_with_mqa",
         Fold("input_layernorm"),
-        clip=False,
     ),
-    Row(("attention.q_b_proj",), "self_attn.q_b_proj", Fold("attention.q_a_layernorm"), clip=False),
+    Row(("attention.q_b_proj",), "self_attn.q_b_proj", Fold("attention.q_a_layernorm")),
     Row(("attention.dense",), "self_attn.o_proj", Fold("attention.kv_b_proj", "latent_values")),
 )
 DENSE_MLP = (
@@ -114,7 +112,6 @@ class ScaleGroup:
     linears: tuple[str, ...]
     seen_at: str
     fold: ResolvedFold | None
-    clip: bool
     expert: int | None = None
 
 
@@ -142,7 +139,6 @@ def scale_groups(
                     linears=chosen,
                     seen_at=row.seen_at,
                     fold=fold,
-                    clip=row.clip,
                     expert=expert,
                 )
             )

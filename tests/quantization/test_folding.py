@@ -169,7 +169,7 @@ def test_what_would_overflow_is_not_offered() -> None:
         fold = ResolvedFold(producer=producer, rows=slice(None))
         assert realise(scale, fold, source, torch.float16) is None
         assert realise(scale, fold, source, torch.bfloat16) is not None
-    group = ScaleGroup(name="x", linears=("x",), seen_at="", fold=fold, clip=False)
+    group = ScaleGroup(name="x", linears=("x",), seen_at="", fold=fold)
     adjustments = Adjustments(torch.float16)
     adjustments.add(group, scale, source)
     with pytest.raises(QuantizationError, match=r"m\.weight overflows"):
