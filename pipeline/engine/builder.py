@@ -21,6 +21,7 @@ from pipeline.engine.description import (
     ProfileDescription,
     ShapeRange,
     TensorDescription,
+    read_plugin,
 )
 from pipeline.engine.engine_file import EngineFile, inspect_engine
 from pipeline.engine.limits import FULL, STRIPPED, BuildLimits
@@ -112,6 +113,7 @@ def build_engine(
             build=record,
             weights=weights,
             weight_streaming=weight_streaming,
+            plugins=tuple(map(read_plugin, run.result["plugins"])),
         )
         _put_in_place(partial, output, refit_list, description)
     finally:

@@ -47,6 +47,31 @@ class ProfileDescription:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
+class KernelDescription:
+    """A plugin's kernel in the engine. source: digest of its module. sm: that its PTX is for. registers, spills: of a
+    thread, bytes of the latter; shared: bytes of a program. passed: the device and day of a recorded run of
+    benchmarks/gpu.py that it passed on this SM, None where there is none."""
+
+    function: str
+    source: str
+    sm: int
+    threads: int
+    registers: int
+    spills: int
+    shared: int
+    passed: str | None
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class PluginDescription:
+    """An operation that is a plugin in so many layers."""
+
+    operation: str
+    layers: int
+    kernels: tuple[KernelDescription, ...]
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
 class BuildRecord:
     """How the build went: wall time, and the build process's peak memory. `peak_bytes` counts mapped weight files too,
     which the kernel can drop; `peak_anonymous_bytes` (sampled) does not."""
@@ -62,7 +87,8 @@ class EngineDescription:
 
     sources: digest of each checkpoint file that went in, by its name. weights_bytes: on the GPU, None where the engine
     file is not readable (`tensorrt`). weights: "full", or "stripped" where refit.json beside the engine lists what it
-    still lacks. weight_streaming: whether a runner may leave a part of the weights in host memory.
+    still lacks. weight_streaming: whether a runner may leave a part of the weights in host memory. plugins: those that
+    the spec's lowering asks for.
     """
 
     file: str
@@ -82,6 +108,7 @@ class EngineDescription:
     build: BuildRecord
     weights: str = FULL
     weight_streaming: bool = False
+    plugins: tuple[PluginDescription, ...] = ()
 
     @property
     def workspace_bytes(self) -> int | None:
@@ -115,8 +142,14 @@ def _from_json(values: dict[str, Any]) -> EngineDescription:
             "outputs": tuple(_tensor(tensor) for tensor in values["outputs"]),
             "profiles": tuple(_profile(profile) for profile in values["profiles"]),
             "build": BuildRecord(**values["build"]),
+            "plugins": tuple(map(read_plugin, values.get("plugins", ()))),
         }
     )
+
+
+def read_plugin(values: dict[str, Any]) -> PluginDescription:
+    kernels = tuple(KernelDescription(**kernel) for kernel in values["kernels"])
+    return PluginDescription(**{**values, "kernels": kernels})
 
 
 def _tensor(values: dict[str, Any]) -> TensorDescription:

@@ -13,6 +13,7 @@ import os
 import signal
 import sys
 import traceback
+from collections import Counter
 from pathlib import Path
 from typing import IO, Any
 
@@ -60,8 +61,7 @@ def run(request: dict[str, Any], log: IO[str], events: Events) -> None:
         _write_refit_list(Path(request["refit_list"]), RefitList(network_digest=digest, constants=constants))
     ports = network_inputs(source.architecture, spec)
     config = _configure(trt, backend, builder, request, limits, ports, events)
-    if built.plugins:
-        _carry_kernels(trt, built, config, request["sm"], events)
+    plugins = _carry_kernels(trt, built, config, request["sm"], events) if built.plugins else []
     if any(name.endswith(BLOCK_SCALES) for name in source.tensors):
         # Otherwise weights in FP8 blocks are dequantized all at once, beside each other, on streams of their own: their
         # 16-bit forms then take as much workspace as the model in 16 bits would have taken memory.
@@ -72,6 +72,7 @@ def run(request: dict[str, Any], log: IO[str], events: Events) -> None:
         nbytes=writer.nbytes,
         version=trt.__version__,
         network_digest=digest,
+        plugins=plugins,
     )
 
 
@@ -96,15 +97,21 @@ def _lay_out(request: dict[str, Any], trt: Any, network: Any, spec: Any, source:
     )
 
 
-def _carry_kernels(trt: Any, built: Any, config: Any, sm: int, events: Events) -> None:
-    """Compiles the plugins' kernels, which travel in the engine. Plugins that write to the pools need a preview feature
-    of TensorRT's."""
+def _carry_kernels(trt: Any, built: Any, config: Any, sm: int, events: Events) -> list[dict[str, Any]]:
+    """Compiles the plugins' kernels, which travel in the engine → what engine.json says of them. Plugins that write to
+    the pools need a preview feature of TensorRT's."""
+    from plugins.passed import describe_kernels
     from plugins.tensorrt_plugin import carry
 
     events.send("phase", item="compile the plugins' kernels", total=1, unit="kernels")
     carry(built.plugins.values(), [sm])
     config.set_preview_feature(trt.PreviewFeature.ALIASED_PLUGIN_IO_10_03, True)
     events.send("advance", amount=1)
+    counts = Counter(plugin.operation for plugin in built.plugins.values())
+    return [
+        {"operation": operation.NAME, "layers": count, "kernels": describe_kernels(operation, sm)}
+        for operation, count in counts.items()
+    ]
 
 
 def _write_refit_list(path: Path, refit: RefitList) -> None:

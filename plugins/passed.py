@@ -1,0 +1,59 @@
+"""Which kernels have passed `benchmarks/gpu.py`, and where: passed.json, filled from recorded runs and committed.
+
+A row is {"source": digest of the kernel's module, "sm": 80, "device": "NVIDIA A100-SXM4-80GB", "date": "2026-12-01"}:
+the PTX for that SM gave the reference's results on that device, at every size that the benchmark has. A kernel that was
+edited since has another digest, and has passed nowhere.
+"""
+
+from __future__ import annotations
+
+import importlib.util
+import json
+from functools import cache
+from pathlib import Path
+from typing import Any
+
+from pipeline.digest import digest_bytes
+from plugins.operation import Kernel, Operation
+
+TABLE = Path(__file__).with_name("passed.json")
+
+
+@cache
+def digest_source(module: str) -> str:
+    """Of a kernel's module, found without importing Triton."""
+    found = importlib.util.find_spec(module)
+    if found is None or found.origin is None:
+        raise ModuleNotFoundError(module)
+    return digest_bytes(Path(found.origin).read_bytes())
+
+
+def find_run(kernel: Kernel, sm: int, table: Path = TABLE) -> str | None:
+    """The device and day of a run that this kernel's PTX for this SM passed; None where there was none."""
+    source = digest_source(kernel.module)
+    for run in json.loads(table.read_text(encoding="utf-8"))["runs"]:
+        if (run["source"], run["sm"]) == (source, sm):
+            return f"{run['device']}, {run['date']}"
+    return None
+
+
+def describe_kernels(operation: Operation, sm: int) -> list[dict[str, Any]]:
+    """What an engine carries for an operation, for engine.json."""
+    from plugins.compiler import compile_kernel
+
+    described = []
+    for kernel in operation.kernels():
+        made = compile_kernel(kernel, sm)
+        described.append(
+            {
+                "function": kernel.function,
+                "source": digest_source(kernel.module),
+                "sm": sm,
+                "threads": made.threads,
+                "registers": made.registers,
+                "spills": made.spills,
+                "shared": made.shared,
+                "passed": find_run(kernel, sm),
+            }
+        )
+    return described

@@ -1,0 +1,66 @@
+"""Compiles every kernel for every SM, at the sizes of real models: `python -m plugins.resources` writes resources.md.
+
+What to look for: spills other than 0; more than 99 KB of shared memory, which SM89 and SM120 do not have.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from pathlib import Path
+
+from plugins.compiler import SMS, compile_kernel
+from plugins.operation import Operation
+from plugins.paged_attention.operation import PagedAttention, PagedLatentAttention
+from plugins.rope_paged_kv.operation import RopePagedKv, RopePagedLatent
+
+TABLE = Path(__file__).with_name("resources.md")
+HEAD = """# Kernels as compiled
+
+`python -m plugins.resources` writes this table, with Triton 3.7.1 and the assemblers that it carries; no GPU is needed.
+Registers of a thread, bytes that it spills, bytes of shared memory of a program.
+
+| operation | model | kernel | SM | threads | registers | spills | shared |
+|---|---|---|---|---|---|---|---|
+"""
+_HEADS = {"heads": 32, "kv_heads": 8, "head_size": 128, "block_size": 64}
+_LATENT = {"rank": 512, "rotary_size": 64, "block_size": 64}
+_MLA_ROPE = {**_LATENT, "q_size": 192, "interleaved": True, "scale": 0.1147}
+_ROPE = {**_HEADS, "rotary_size": 128, "interleaved": False, "scale": 0.0884}
+
+
+def list_subjects() -> Iterator[tuple[str, Operation, tuple[int, ...]]]:
+    """Model, operation, and the SMs it is meant for."""
+    half, brain = {"dtype": "float16"}, {"dtype": "bfloat16"}
+    eight = tuple(sm for sm in SMS if sm >= 89)
+    for pool, sms in (("float16", SMS), ("int8", SMS), ("fp8", eight)):
+        cache = "" if pool == "float16" else f", {pool} cache"
+        yield f"Llama-8B{cache}", RopePagedKv(**half, **_ROPE, pool_dtype=pool), sms  # type: ignore[arg-type]
+        yield f"Llama-8B{cache}", PagedAttention(**half, **_HEADS, window=0, pool_dtype=pool), sms  # type: ignore[arg-type]
+    for model, heads, types in (("V2-Lite", 16, half), ("V3", 128, brain)):
+        for pool, sms in ((types["dtype"], SMS), ("fp8", eight)):
+            cache = "" if pool != "fp8" else ", fp8 cache"
+            rope = RopePagedLatent(**types, **_MLA_ROPE, heads=heads, pool_dtype=pool)  # type: ignore[arg-type]
+            yield model + cache, rope, sms
+            attention = PagedLatentAttention(**types, **_LATENT, heads=heads, window=0, pool_dtype=pool)  # type: ignore[arg-type]
+            yield model + cache, attention, sms
+
+
+def write_rows(model: str, operation: Operation, sm: int) -> Iterator[str]:
+    for kernel in operation.kernels():
+        made = compile_kernel(kernel, sm)
+        constants = dict(kernel.constants)
+        split = ", split" if constants.get("SPLIT") else ""
+        name = f"{kernel.function} of {constants['ROWS']} rows{split}" if "ROWS" in constants else kernel.function
+        yield (
+            f"| {operation.NAME} | {model} | {name} | {sm} | {made.threads} | {made.registers} | {made.spills} | "
+            f"{made.shared} |\n"
+        )
+
+
+def main() -> None:
+    rows = [row for model, operation, sms in list_subjects() for sm in sms for row in write_rows(model, operation, sm)]
+    TABLE.write_text(HEAD + "".join(rows), encoding="utf-8")
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,79 @@
+"""Engines with plugins: built without a GPU, their kernels inside, and described."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from pipeline.engine.builder import build_engine
+from pipeline.engine.description import load_description
+from pipeline.engine.engine_file import inspect_engine
+from pipeline.engine.limits import BuildLimits, Rectangle
+from pipeline.network.spec import Lowering, NetworkSpec
+from tests.engine.checkpoints import TINY_LLAMA, TINY_V2, write_engine_checkpoint
+
+LIMITS = BuildLimits(
+    max_seq_len=256,
+    max_batch_size=8,
+    max_num_tokens=64,
+    generation=(Rectangle(batch=8, length=256),),
+    max_blocks=40,
+    max_chunk=32,
+)
+SPEC = NetworkSpec(
+    dtype="float16",
+    max_seq_len=256,
+    block_size=LIMITS.block_size,
+    lowering=Lowering(rope_paged_kv="plugin", paged_attention="plugin"),
+)
+
+
+def build(folder: Path, config: dict[str, Any], spec: NetworkSpec = SPEC) -> Path:
+    write_engine_checkpoint(folder / "checkpoint", config)
+    build_engine(
+        backend="tensorrt_rtx",
+        checkpoint=folder / "checkpoint",
+        spec=spec,
+        limits=LIMITS,
+        sm=80,
+        output=folder / "model.engine",
+        log=folder / "build.log",
+    )
+    return folder / "model.engine"
+
+
+@pytest.mark.parametrize(
+    ("config", "names"),
+    [
+        (TINY_LLAMA, {"rope_paged_kv": b"write_heads", "paged_attention": b"attend"}),
+        pytest.param(
+            TINY_V2, {"rope_paged_latent": b"write_latent", "paged_latent_attention": b"attend"}, marks=pytest.mark.slow
+        ),
+    ],
+    ids=["llama", "v2"],
+)
+def test_an_engine_carries_its_kernels(config: dict[str, Any], names: dict[str, bytes], tmp_path: Path) -> None:
+    path = build(tmp_path, config)
+    description, engine, data = load_description(tmp_path), inspect_engine(path), path.read_bytes()
+    assert description.spec.lowering == SPEC.lowering
+    assert {plugin.operation: plugin.layers for plugin in description.plugins} == dict.fromkeys(names, 2)
+    for plugin in description.plugins:
+        assert b".entry " + names[plugin.operation] in data
+        for kernel in plugin.kernels:
+            assert (kernel.sm, kernel.spills, kernel.passed) == (80, 0, None)
+    assert b".target sm_80" in data
+    assert str(Path.cwd()).encode() not in data
+    # The tensors that plugins hand to TensorRT's own graphs are none of the engine's inputs and outputs.
+    assert {tensor.name for tensor in engine.tensors} == {t.name for t in (*description.inputs, *description.outputs)}
+    assert len(engine.profiles) == 2 and all(profile.workspace_bytes > 0 for profile in engine.profiles)
+    assert not any("mha" in kernel for profile in engine.profiles for kernel in profile.graph.kernels)
+
+
+@pytest.mark.slow
+def test_a_lowering_may_be_mixed(tmp_path: Path) -> None:
+    path = build(tmp_path, TINY_LLAMA, replace(SPEC, lowering=Lowering(rope_paged_kv="plugin")))
+    assert [plugin.operation for plugin in load_description(tmp_path).plugins] == ["rope_paged_kv"]
+    assert inspect_engine(path).profiles[0].graph.kernels["_gemm_mha_v2"] == 2
