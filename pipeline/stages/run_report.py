@@ -30,20 +30,19 @@ def write_report(config: Config, path: Path | None = None) -> Path | None:
     from pipeline.stages.disk import explain_disk_errors
 
     target = path or config.run_folder / PAGE
-    document = gather(config)
-    if not document["stages"]:
+    outline = outline_run(config)
+    if not outline["stages"]:
         return None
-    if not _is_current(target, document["key"]):
+    if not _is_current(target, outline["key"]):
         from pipeline.evaluation.report.page import write_run
 
         with explain_disk_errors(target.parent):
-            write_run(document, target)
+            write_run(outline | _read_documents(config.run_folder), target)
     return target
 
 
-def gather(config: Config) -> dict[str, Any]:
-    """Stages with times and sizes, and the JSON of those that say more. A failed verify stage counts: it has a report,
-    too."""
+def outline_run(config: Config) -> dict[str, Any]:
+    """Stages with times and sizes, by their markers alone. A failed verify stage counts: it has a report, too."""
     folder = config.run_folder
     records = RunFolder(folder).read()
     stages, sizes, prints = [], [], []
@@ -63,7 +62,6 @@ def gather(config: Config) -> dict[str, Any]:
         prints.append([name, artifact.fingerprint, artifact.content, artifact.seconds])
         if name in SIZED:
             sizes.append({"name": SIZED[name], "bytes": _measure(artifact.files, name)})
-    documents = {name: _read(folder, name, file) for name, file in DOCUMENTS.items()}
     return {
         "key": digest_json([VERSION, config.name, prints]),
         "name": config.name,
@@ -71,10 +69,13 @@ def gather(config: Config) -> dict[str, Any]:
         "stages": stages,
         "sizes": sizes,
         "complete": bool(stages) and stages[-1]["name"] == NAMES[-1] and not stages[-1]["state"],
-        "ratio": _ratio(documents["quantize"]),
-        "verify": documents["verify"],
-        "quantization": documents["quantize"],
     }
+
+
+def _read_documents(folder: Path) -> dict[str, Any]:
+    """The JSON of the stages that say more."""
+    verification, quantization = (_read(folder, name, file) for name, file in DOCUMENTS.items())
+    return {"verify": verification, "quantization": quantization, "ratio": _ratio(quantization)}
 
 
 # Stage -> what of it has a size worth a bar; the suffixes of its files.

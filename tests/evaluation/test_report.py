@@ -215,6 +215,14 @@ def test_plots_leave_out_what_is_not_there() -> None:
     assert plot_coverage({}) is None
 
 
+def test_a_large_heat_map_is_one_picture() -> None:
+    small = plot_experts({str(layer): {"tokens": [*range(8)]} for layer in range(3)})
+    large = plot_experts({str(layer): {"tokens": [*range(256)]} for layer in range(58)})
+    assert small is not None and large is not None
+    assert large.svg.count("<path") < 200 and len(large.svg) < 300_000
+    assert large.svg.count("data:image/png") == 1 + small.svg.count("data:image/png")  # the bar of colours is one, too
+
+
 def test_the_page_of_a_first_stage_alone(tmp_path: Path) -> None:
     document = run_document() | {"verify": None, "quantization": None, "ratio": None}
     write_run(document, tmp_path / "first.html")

@@ -21,7 +21,9 @@ INK, GRID = "#010203", "#010204"
 SERIES = ("#010205", "#010206", "#010207", "#010208", "#010209", "#01020a")
 CSS = {INK: "currentColor", GRID: "var(--grid)"} | {stand_in: f"var(--c{i})" for i, stand_in in enumerate(SERIES, 1)}
 WIDTH = 5.0  # inches: 360 points, so that 10-point text can be read on a page of 360 pixels
+MANY = 1000  # cells of a heat map beyond which they become one picture instead of a shape each
 STYLE: dict[Any, Any] = {
+    "figure.dpi": 200,  # of what is drawn as a picture; shapes have none
     "svg.fonttype": "none",
     "svg.hashsalt": "trtseek",
     "font.family": "sans-serif",
@@ -83,6 +85,7 @@ def plot_heat_map(
     with _style():
         grid = np.array([[_number(v) for v in row] for row in values], dtype=float)
         mesh = axes.pcolormesh(grid, cmap="cividis_r", edgecolors="face", linewidth=0.3)
+        mesh.set_rasterized(grid.size > MANY)
         axes.invert_yaxis()
         axes.grid(False)
         _name_cells(axes.set_yticks, rows, most=24)
