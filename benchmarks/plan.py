@@ -8,6 +8,7 @@ The models are sparse: the hub's names, shapes and files, of no size on disk.
 from __future__ import annotations
 
 import json
+import math
 import resource
 import shutil
 import subprocess
@@ -20,6 +21,7 @@ from benchmarks import synthetic
 from pipeline.progress import format_amount, format_seconds
 
 FOLDER = Path("out/benchmarks/plan")
+ROUNDS, BAR = 5, 0.5
 _FITS = {True: "fits", False: "does NOT fit"}
 PLAN = """
 name: {name}
@@ -38,18 +40,36 @@ stages:
 SPLITS = ("tensor: 8", "expert: 8", "tensor: 2, expert: 4", "tensor: 4, expert: 2", "tensor: 4, pipeline: 2")
 
 
+def ask_plan(config: Path) -> tuple[subprocess.CompletedProcess[str], float, float]:
+    """The command's run, its wall seconds and its processor seconds."""
+    trtseek = str(Path(sys.executable).with_name("trtseek"))
+    began, before = time.perf_counter(), resource.getrusage(resource.RUSAGE_CHILDREN)
+    run = subprocess.run([trtseek, "plan", str(config), "--json"], capture_output=True, text=True)
+    seconds, after = time.perf_counter() - began, resource.getrusage(resource.RUSAGE_CHILDREN)
+    return run, seconds, after.ru_utime + after.ru_stime - before.ru_utime - before.ru_stime
+
+
+def time_plan(config: Path) -> None:
+    """The first time, when every header is checked, and again, when they are known: the best of ROUNDS."""
+    best = {"first": (math.inf, math.inf), "again": (math.inf, math.inf)}
+    for _ in range(ROUNDS):
+        shutil.rmtree(FOLDER / "out", ignore_errors=True)
+        for which, (seconds, spent) in best.items():
+            _, took, used = ask_plan(config)
+            best[which] = min(seconds, took), min(spent, used)
+    told = (f"{which} {seconds:.2f} s, {spent:.2f} s of processor" for which, (seconds, spent) in best.items())
+    print(f"  planned: {'; '.join(told)} (bar {BAR} s)")
+
+
 def plan_models(names: Sequence[str]) -> bool:
     """What `trtseek plan` says of whole models in INT4 on eight GPUs, and how long it takes to."""
-    trtseek = str(Path(sys.executable).with_name("trtseek"))
     for name in names or ["v2-236b", "v3"]:
         model = synthetic.sparse_hub(FOLDER / name, name)
         config = FOLDER / f"{name}.yaml"
+        timed = False
         for parallel in SPLITS:
             config.write_text(PLAN.format(name=name, model=model, parallel=parallel, output=FOLDER / "out"))
-            began, before = time.perf_counter(), resource.getrusage(resource.RUSAGE_CHILDREN)
-            run = subprocess.run([trtseek, "plan", str(config), "--json"], capture_output=True, text=True)
-            seconds, after = time.perf_counter() - began, resource.getrusage(resource.RUSAGE_CHILDREN)
-            spent = after.ru_utime + after.ru_stime - before.ru_utime - before.ru_stime
+            run, _, _ = ask_plan(config)
             print(f"{name}, {parallel}:", flush=True)
             if run.returncode:
                 print("  " + run.stderr.splitlines()[0].partition(": ")[2])
@@ -64,7 +84,9 @@ def plan_models(names: Sequence[str]) -> bool:
             print("  largest batch: " + ", ".join(f"{fit['batch']} x {fit['length']}" for fit in memory["largest"]))
             print("  host: " + "; ".join(f"{row['stage']} {format_amount(row['disk_bytes'], 'B')}, "
                                          f"{format_seconds(row['seconds'])}" for row in host["stages"]))  # fmt: skip
-            print(f"  planned in {seconds:.2f} s, {spent:.2f} s of processor")
+            if not timed:
+                time_plan(config)
+                timed = True
         shutil.rmtree(model)
         config.unlink()
     return True
