@@ -15,7 +15,7 @@ from pipeline.network.network import Network, build_stripped_network
 from pipeline.network.placeholders import Placeholder, RecordingSource, Visitor
 from pipeline.network.readback import read_network
 from tests import fixtures
-from tests.network import models
+from tests.network import formats, models
 
 INT4 = {"pattern": r"mlp.*_proj\.weight|o_proj", "group": 64}
 
@@ -32,6 +32,12 @@ MODELS: dict[str, Callable[[Path], models.Model]] = {
         fixtures.deepseek_v2, path, **INT4, prescale="all", dtype="bfloat16", num_hidden_layers=2
     ),
     "v2-fp16": lambda path: models.load(fixtures.deepseek_v2(path, dtype="float16", num_hidden_layers=2)),
+    "v3-8-bit": lambda path: formats.load(
+        fixtures.deepseek_v3,
+        path,
+        {r"o_proj|experts.*gate_proj": "fp8", r"experts.*up_proj": "int8_sq", r"mlp.*_proj": "int8"},
+        num_hidden_layers=2,
+    ),
     "llama-tied-fp32": lambda path: models.load(
         fixtures.llama(path, dtype="float32", num_hidden_layers=2, tie_word_embeddings=True)
     ),

@@ -1,0 +1,69 @@
+"""What each format costs a real model, against round-to-nearest INT4: python -m benchmarks.formats [TOKENS]
+
+SmolLM2-135M (`make smollm2`), every linear of its layers, groups of 64; loss in nats per token over the original on
+held-out text of the calibration's domain, computed from the files that quantization wrote, inputs rounded as declared.
+"""
+
+from __future__ import annotations
+
+import math
+import shutil
+import sys
+import time
+from pathlib import Path
+
+from pipeline.checkpoint.convert import convert_checkpoint
+from pipeline.checkpoint.folder import CheckpointFolder
+from pipeline.config.settings import Calibration, Quantize
+from pipeline.evaluation.comparison import Plan, compare_subjects
+from pipeline.evaluation.subject import describe_subject
+from pipeline.progress import make_reporter
+from pipeline.quantization.quantize import quantize_checkpoint
+from pipeline.workspace import FolderWorkspace
+
+MODEL = Path("out/models/smollm2-135m")
+FOLDER = Path("out/benchmarks/formats")
+METHODS = ("rtn", "fp8", "fp8_blocks", "int8", "smoothquant")
+FP8_BAR = 0.1  # of round-to-nearest INT4's loss
+WINDOW = 256
+
+
+def main(tokens: int) -> bool:
+    shutil.rmtree(FOLDER, ignore_errors=True)
+    progress = make_reporter()
+    original = _workspace("original")
+    convert_checkpoint(CheckpointFolder.open(MODEL), original, dtype="float16", overflow="refuse", progress=progress)
+    folders, seconds = [CheckpointFolder.open(original.path)], [0.0]
+    for method in METHODS:
+        settings = Quantize(
+            method=method,  # type: ignore[arg-type]
+            group_size=64,
+            include=("mlp", "attention_input", "attention_output"),
+            calibration=Calibration(samples=64, length=WINDOW),
+        )
+        workspace, start = _workspace(method), time.perf_counter()
+        quantize_checkpoint(folders[0], workspace, settings=settings, progress=progress)
+        seconds.append(time.perf_counter() - start)
+        folders.append(CheckpointFolder.open(workspace.path))
+    subjects = [describe_subject(folder, folder.path.name) for folder in folders]
+    plan = Plan(files=[Path("checkpoints/text/heldout.txt")], tokens=tokens, window=WINDOW)
+    rows = compare_subjects(subjects, plan, progress).to_json()["checkpoints"]
+    first = math.log(rows[0]["perplexity"])
+    losses = [math.log(row["perplexity"]) - first for row in rows]
+    print(f"loss of the original: {first:.4f} nats per token over {rows[0]['tokens']} tokens")
+    for subject, row, loss, took in zip(subjects[1:], rows[1:], losses[1:], seconds[1:], strict=True):
+        print(
+            f"{subject.label:12} {loss:+.4f} nats  {loss / losses[1]:6.3f} of rtn  KL {row['mean_kl']:.5f}  "
+            f"{row['bytes'] / 1e6:.1f} MB  {took:.0f} s"
+        )
+    share = float(losses[1 + METHODS.index("fp8")] / losses[1])
+    print(f"fp8: {share:.3f} of rtn's loss, at most {FP8_BAR}: {'pass' if share <= FP8_BAR else 'FAIL'}")
+    return share <= FP8_BAR
+
+
+def _workspace(name: str) -> FolderWorkspace:
+    return FolderWorkspace(FOLDER / name, journal=FOLDER / f"{name}.journal")
+
+
+if __name__ == "__main__":
+    sys.exit(0 if main(int(sys.argv[1]) if len(sys.argv) > 1 else 8192) else 1)
