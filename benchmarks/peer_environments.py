@@ -20,7 +20,7 @@ PACKAGES = {
     "modelopt": ("nvidia-modelopt==0.47.0", "transformers==5.24.0", "requests", "accelerate"),
     "llmcompressor": ("llmcompressor==0.14.0.1",),
 }
-SCRIPTS = {"modelopt": "modelopt.py", "llmcompressor": "llmcompressor_gptq.py"}
+SCRIPTS = {"modelopt": "modelopt_awq.py", "llmcompressor": "llmcompressor_gptq.py"}
 
 
 def install(peer: str) -> Path:

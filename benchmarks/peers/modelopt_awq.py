@@ -1,6 +1,6 @@
 """Runs in the peer's own environment: nvidia-modelopt's INT4_AWQ_CFG on given tokens, exported and read back to floats.
 
-    python modelopt.py MODEL TOKENS.json OUTPUT GROUP
+    python modelopt_awq.py MODEL TOKENS.json OUTPUT GROUP
 
 OUTPUT gets `export` (what modelopt writes) and `floats` (a Hugging Face folder of what that says, in float32). Prints
 seconds of quantizing and exporting, and the peak resident bytes until then. Never imports the project.
