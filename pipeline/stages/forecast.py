@@ -10,7 +10,7 @@ import math
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
-from pipeline.checkpoint.layouts import layout_for, list_kinds
+from pipeline.checkpoint.layouts import Kind, layout_for, list_kinds
 from pipeline.checkpoint.layouts.scales import count_blocks
 from pipeline.checkpoint.tensors import MODEL_DTYPE_BYTES
 from pipeline.engine.build_memory import build_memory
@@ -94,7 +94,7 @@ def forecast(
         rows.append(
             Forecast(
                 stage="quantize",
-                disk_bytes=sizes.sum(lambda tensor: _quantized_bytes(tensor, rules) or unquantized_bytes(tensor)),
+                disk_bytes=sizes.sum_quantized(rules, unquantized_bytes),
                 memory_bytes=ROUND_MEMORY if rounds else None,
                 seconds=wide / ROUND_RATE if rounds else None,
             )
@@ -131,12 +131,21 @@ class _Sizes:
     has it, which is converted and never quantized."""
 
     def __init__(self, architecture: Architecture, tensors: Mapping[str, TensorInfo]) -> None:
-        kinds = [(kind.first, kind.count) for kind in list_kinds(architecture)]
-        kinds += [(mapping, 1) for mapping in layout_for(architecture).mtp_mappings()]
-        self.kinds = [(first, n) for first, n in kinds if not first.optional or first.sources[0] in tensors]
+        mtp = [Kind(first=mapping, layers=(None,), experts=1) for mapping in layout_for(architecture).mtp_mappings()]
+        kinds = [*list_kinds(architecture), *mtp]
+        self.kinds = [kind for kind in kinds if not kind.first.optional or kind.first.sources[0] in tensors]
 
     def sum(self, nbytes: Callable[[Tensor], int]) -> int:
-        return sum(count * nbytes(mapping) for mapping, count in self.kinds)
+        return sum(kind.count * nbytes(kind.first) for kind in self.kinds)
+
+    def sum_quantized(self, rules: Rules, kept_bytes: Callable[[Tensor], int]) -> int:
+        """After quantization; `kept_bytes` of what stays as it is."""
+        total = 0
+        for kind in self.kinds:
+            decisions = rules.count(kind) if len(kind.first.target_shape) == 2 else {"": kind.count}
+            for decision, count in decisions.items():
+                total += count * (_quantized_bytes(kind.first, decision) or kept_bytes(kind.first))
+        return total
 
 
 def _plain_bytes(tensor: Tensor, dtype: str) -> int:
@@ -147,9 +156,8 @@ def _fp8_bytes(tensor: Tensor) -> int:
     return math.prod(tensor.target_shape) + math.prod(count_blocks(tensor.target_shape)) * FLOAT32
 
 
-def _quantized_bytes(tensor: Tensor, rules: Rules) -> int:
-    """0 for what is not quantized. Tensors that patterns treat apart are few, and counted as if they were not."""
-    if len(tensor.target_shape) != 2:
+def _quantized_bytes(tensor: Tensor, decision: Decision | str) -> int:
+    """0 for what is not quantized."""
+    if isinstance(decision, str):
         return 0
-    decision = rules.decide(tensor.target, tensor.role, tensor.target_shape)
-    return FORMATS[decision.format].nbytes(tensor.target_shape, decision.group) if isinstance(decision, Decision) else 0
+    return FORMATS[decision.format].nbytes(tensor.target_shape, decision.group)

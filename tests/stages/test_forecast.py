@@ -49,6 +49,22 @@ def test_disk_is_what_the_stages_write(model: Any, dtype: str | None, tmp_path: 
     assert rows["quantize"]["disk_bytes"] == _written(tmp_path / "quantized")
 
 
+def test_a_recipe_is_counted_linear_by_linear(tmp_path: Path) -> None:
+    """Rows that name layers, experts, another group, 8 bits, and what is to stay as it is."""
+    source = CheckpointFolder.open(fixtures.deepseek_v2(tmp_path / "model", num_hidden_layers=3))
+    rows = [
+        {"pattern": "*.layers.0.mlp.*", "method": "int8"},
+        {"pattern": "*.layers.1.mlp.experts.*", "method": "rtn", "group_size": 32},
+        {"pattern": "*.layers.2.attention.dense", "method": "none"},
+    ]
+    config = _config(source.path, tmp_path / "out", quantize={"method": "rtn", "recipe": {"rows": tuple(rows)}})
+    forecast = {row["stage"]: row for row in describe_host(config, source.architecture, source.tensors)["stages"]}
+    convert_checkpoint(source, FolderWorkspace(tmp_path / "converted"), dtype=None, overflow="refuse")
+    converted = CheckpointFolder.open(tmp_path / "converted")
+    quantize_checkpoint(converted, FolderWorkspace(tmp_path / "quantized"), settings=config.stages.quantize)
+    assert forecast["quantize"]["disk_bytes"] == _written(tmp_path / "quantized")
+
+
 def test_stages_that_will_not_run_are_left_out(tmp_path: Path, llama_path: Path) -> None:
     source = CheckpointFolder.open(llama_path)
     config = _config(llama_path, tmp_path, quantize={"method": "none"})
