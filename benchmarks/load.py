@@ -14,7 +14,8 @@ from pathlib import Path
 from typing import Any
 
 from pipeline.errors import TrtseekError
-from pipeline.triton.client import Answer, Client, Query
+from pipeline.triton.client import Answer, Client
+from pipeline.triton.query import Query
 
 
 @dataclass(frozen=True, slots=True)

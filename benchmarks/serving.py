@@ -41,7 +41,7 @@ from benchmarks.load import (
 )
 from benchmarks.packages import read_vocabulary, serving
 from pipeline.triton.canary import find_package
-from pipeline.triton.client import Query
+from pipeline.triton.query import Query
 from pipeline.triton.server import TritonServer
 
 STREAMS = 16

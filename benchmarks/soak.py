@@ -14,7 +14,8 @@ from typing import Any
 
 from benchmarks.load import Usage, make_query
 from pipeline.errors import TrtseekError
-from pipeline.triton.client import Client, Query
+from pipeline.triton.client import Client
+from pipeline.triton.query import Query
 from pipeline.triton.server import TritonServer
 
 CLIENTS = 24

@@ -12,9 +12,10 @@ import click
 from pipeline.cli.options import json_option, print_json
 
 if TYPE_CHECKING:
-    from collections.abc import Iterator, Mapping, Sequence
+    from collections.abc import Mapping, Sequence
 
-    from pipeline.triton.client import Answer, Query
+    from pipeline.triton.client import Answer
+    from pipeline.triton.query import Query
 
 DEFAULT_URL = "localhost:8001"
 
@@ -63,7 +64,7 @@ def command(
         raise click.UsageError("give one of PROMPT, --input-ids and --file")
     if system is not None and not chat:
         raise click.UsageError("--system goes with --chat")
-    from pipeline.triton.client import Query
+    from pipeline.triton.query import Query
 
     common: dict[str, Any] = {
         "options": {name: value for name, value in options.items() if value is not None},
@@ -79,7 +80,7 @@ def command(
         return {"messages": [*before, {"role": "user", "content": text}]}
 
     if path is not None:
-        queries = [Query(**{**common, **entry}) for entry in _read_file(path, ask_for, common["options"])]
+        queries = _read_file(path, ask_for, common)
         _ask_many(queries, url, concurrency, timeout, as_json)
         return
     if input_ids is not None:
@@ -107,9 +108,12 @@ def _ask_one(query: Query, url: str, timeout: float | None, as_json: bool) -> No
 def _ask_many(queries: Sequence[Query], url: str, concurrency: int, timeout: float | None, as_json: bool) -> None:
     """Prints each answer once it and all before it are there; as JSON, one object a line."""
     from pipeline.triton.client import ask_all
+    from pipeline.triton.errors import ServerError
 
     failed = None
     for number, answer in enumerate(ask_all(queries, url=url, concurrency=concurrency, timeout=timeout)):
+        if isinstance(answer, ServerError):
+            raise answer  # nobody is there, or it hangs: the others would say the same
         if isinstance(answer, Exception):
             failed = failed or answer
             document: Mapping[str, Any] = {"index": number, "error": str(answer)}
@@ -134,26 +138,35 @@ def _to_json(answer: Answer) -> dict[str, Any]:
     }
 
 
-def _read_file(path: Path, ask_for: Any, options: Mapping[str, Any]) -> Iterator[dict[str, Any]]:
-    """Fields of Query for each line. An object holds `prompt`, `messages` or `input_ids`, and may hold options."""
+def _read_file(path: Path, ask_for: Any, common: Mapping[str, Any]) -> list[Query]:
+    """A query for each line that is not empty. What is wrong with a line is told before any is asked."""
+    from pipeline.runtime.errors import ServingError
+    from pipeline.triton.query import Query
+
     try:
         lines = path.read_text(encoding="utf-8").splitlines()
     except (OSError, UnicodeDecodeError) as error:
         raise click.FileError(str(path), str(error)) from None
+    queries = []
     for number, line in enumerate(lines, 1):
-        if not line.strip():
-            continue
-        if path.suffix != ".jsonl":
-            yield ask_for(line)
-            continue
-        try:
-            entry = dict(json.loads(line))
-        except (ValueError, TypeError):
-            raise click.ClickException(f"{path}:{number}: is not a JSON object") from None
-        asked = {name: entry.pop(name) for name in ("messages", "input_ids") if name in entry}
-        text = entry.pop("prompt", entry.pop("text", None))
-        fields = {name: entry.pop(name) for name in ("stop", "parameters") if name in entry}
-        yield {**(ask_for(text) if text is not None else {}), **asked, **fields, "options": {**options, **entry}}
+        if line.strip():
+            try:
+                fields = _read_object(line, ask_for, common) if path.suffix == ".jsonl" else ask_for(line)
+                queries.append(Query(**{**common, **fields}))
+            except (ServingError, ValueError) as error:
+                problem = error.message if isinstance(error, ServingError) else str(error)
+                raise click.UsageError(f"{path}:{number}: {problem}") from None
+    return queries
+
+
+def _read_object(line: str, ask_for: Any, common: Mapping[str, Any]) -> dict[str, Any]:
+    """Fields of Query. An object holds `prompt`, `messages` or `input_ids`, and may hold options. Raises ValueError."""
+    entry = json.loads(line)
+    if not isinstance(entry, dict):
+        raise ValueError("is not a JSON object")
+    fields = {name: entry.pop(name) for name in ("messages", "input_ids", "stop", "parameters") if name in entry}
+    text = entry.pop("prompt", entry.pop("text", None))
+    return {**(ask_for(text) if text is not None else {}), **fields, "options": {**common["options"], **entry}}
 
 
 def _parse_ids(text: str) -> list[int]:

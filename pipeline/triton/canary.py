@@ -8,9 +8,10 @@ from pathlib import Path
 
 from pipeline.errors import PackageError, TrtseekError
 from pipeline.triton.addresses import Addresses, reach
-from pipeline.triton.client import Client, Query
+from pipeline.triton.client import Client
 from pipeline.triton.errors import ServerError
 from pipeline.triton.installation import Installation, find_installation
+from pipeline.triton.query import Query
 from pipeline.triton.repository import BACKENDS, REPOSITORY
 from pipeline.triton.server import TritonServer
 

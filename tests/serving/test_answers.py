@@ -16,8 +16,9 @@ from transformers import AutoModelForCausalLM, AutoTokenizer
 from tritonclient.grpc import InferenceServerClient, InferInput
 
 from pipeline.runtime.errors import ServingError
-from pipeline.triton.client import Client, Query, ask_all
+from pipeline.triton.client import Client, ask_all
 from pipeline.triton.control import GUARD
+from pipeline.triton.query import Query
 
 PROMPTS = [[5, 6, 7, 8, 9], [40, 41], list(range(60, 100)), [3], [9, 9, 9, 200, 300]]
 QUIET = {"end_id": -1}  # random weights end an answer at any place

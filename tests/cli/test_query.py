@@ -1,0 +1,53 @@
+"""`trtseek query` before and without a server; with one: tests/serving/test_serve.py."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+from typing import Any
+
+import pytest
+from click.testing import CliRunner
+
+from pipeline.cli.query import command
+from pipeline.triton.errors import ServerError
+
+
+def run(*arguments: str) -> Any:
+    return CliRunner().invoke(command, ["--url", "127.0.0.1:9", *arguments])
+
+
+@pytest.mark.parametrize(
+    ("line", "problem"),
+    [
+        ("not json", "Expecting value"),
+        ("[1]", "is not a JSON object"),
+        ('{"bad": 1}', "one of text, messages and input_ids"),
+        ('{"prompt": "a", "bad": 1}', "unknown options bad"),
+        ('{"prompt": 5}', "the text is 5"),
+        ('{"prompt": "a", "max_tokens": "three"}', "max_tokens is 'three'"),
+        ('{"prompt": "a", "stop": "x"}', "stop is 'x'"),
+        ('{"input_ids": [1.5]}', "not a list of whole numbers"),
+    ],
+)
+def test_a_bad_line_is_named_before_anything_is_asked(tmp_path: Path, line: str, problem: str) -> None:
+    file = tmp_path / "prompts.jsonl"
+    file.write_text(json.dumps({"prompt": "good"}) + "\n\n" + line + "\n")
+    result = run("--file", str(file))
+    assert result.exit_code == 2
+    assert f"{file}:3: " in result.output and problem in result.output
+
+
+def test_an_absent_server_is_told_once(tmp_path: Path) -> None:
+    file = tmp_path / "prompts.txt"
+    file.write_text("one\ntwo\nthree\n")
+    result = run("--file", str(file))
+    assert isinstance(result.exception, ServerError)
+    assert result.output == ""
+    assert isinstance(run("x").exception, ServerError)
+
+
+@pytest.mark.parametrize("path", ["none.txt", "."])
+def test_a_file_that_cannot_be_read(tmp_path: Path, path: str) -> None:
+    result = run("--file", str(tmp_path / path))
+    assert result.exit_code == 1 and "Could not open file" in result.output

@@ -1,0 +1,70 @@
+"""What a query may hold, and its tensors. Answers are tested in tests/serving, in a real server."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import numpy as np
+import pytest
+
+from pipeline.runtime.errors import ServingError
+from pipeline.triton.client import _explain
+from pipeline.triton.model_config import load_base
+from pipeline.triton.query import NUMPY, OPTIONS, Query, build_inputs
+
+
+def test_every_option_is_a_tensor_of_both_models() -> None:
+    for place, model in enumerate(("tensorrt_llm_bls", "tensorrt_llm")):
+        declared = {tensor.name: tensor.data_type for tensor in load_base(model).input}
+        names = {names[place] for names in OPTIONS.values()}
+        assert names <= declared.keys()
+
+
+def test_tensors_of_text_and_of_tokens() -> None:
+    options = {"max_tokens": 5, "temperature": 1, "seed": 2**64 - 1, "return_log_probs": True}
+    text = {tensor.name(): tensor for tensor in build_inputs(Query(text="a", options=options, stop=["b", "c"]))}
+    assert list(text["stop_words"].shape()) == [1, 2] and text["stream"].datatype() == "BOOL"
+    tokens = {tensor.name(): tensor for tensor in build_inputs(Query(input_ids=[1, 2], options=options, stream=False))}
+    assert list(tokens["input_ids"].shape()) == [1, 2]
+    assert np.frombuffer(tokens["request_output_len"]._get_content(), NUMPY["INT32"]).tolist() == [5]
+    assert np.frombuffer(tokens["seed"]._get_content(), NUMPY["UINT64"]).tolist() == [2**64 - 1]
+
+
+@pytest.mark.parametrize(
+    ("fields", "problem"),
+    [
+        ({}, "one of text, messages and input_ids"),
+        ({"text": "a", "input_ids": [1]}, "one of text, messages and input_ids"),
+        ({"text": 5}, "the text is 5, not text"),
+        ({"input_ids": "abc"}, "input_ids are 'abc', not a list"),
+        ({"input_ids": [1.5]}, "not a list of whole numbers"),
+        ({"input_ids": [True]}, "not a list of whole numbers"),
+        ({"input_ids": [2**31]}, "not a list of whole numbers"),
+        ({"messages": "hi"}, "messages are 'hi', not a list of objects"),
+        ({"messages": ["hi"]}, "not a list of objects"),
+        ({"text": "a", "stop": "x"}, "stop is 'x', not a list of texts"),
+        ({"text": "a", "parameters": []}, "parameters are"),
+        ({"text": "a", "options": {"max_tokens": "three"}}, "max_tokens is 'three', not a whole number"),
+        ({"text": "a", "options": {"max_tokens": 2**31}}, "max_tokens is 2147483648"),
+        ({"text": "a", "options": {"seed": -1}}, "seed is -1"),
+        ({"text": "a", "options": {"temperature": "hot"}}, "temperature is 'hot', not a number"),
+        ({"text": "a", "options": {"return_log_probs": 1}}, "return_log_probs is 1, not true or false"),
+        ({"text": "a", "options": {"heat": 1}}, "unknown options heat"),
+        ({"input_ids": [1], "stop": ["x"]}, "stop strings need text"),
+    ],
+)
+def test_what_is_wrong_is_said(fields: dict[str, Any], problem: str) -> None:
+    with pytest.raises(ServingError, match=problem):
+        Query(**fields)
+
+
+def test_an_absent_server_is_said_in_few_words() -> None:
+    class RefusedError(Exception):
+        def status(self) -> str:
+            return "StatusCode.UNAVAILABLE"
+
+        def message(self) -> str:
+            address = "ipv4:127.0.0.1:9"
+            return f"failed to connect to all addresses; last error: UNKNOWN: {address}: Failed: Connection refused"
+
+    assert str(_explain(RefusedError(), "here:9")).startswith("no server answers at here:9: Connection refused\n")
