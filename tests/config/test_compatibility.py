@@ -453,7 +453,9 @@ def test_linears_are_not_listed_where_nothing_asks(monkeypatch):
     check_compatibility(case.config, case.architecture, {})
 
 
-@pytest.mark.parametrize("name", ["a100-int4", "a100-int4-coder", "rtx-int4", "rtx5090-int4", "a10-int4", "l40s-fp8"])
+@pytest.mark.parametrize(
+    "name", ["a100-int4", "a100-int4-plugins", "a100-int4-coder", "rtx-int4", "rtx5090-int4", "a10-int4", "l40s-fp8"]
+)
 def test_the_examples_fit_their_models(name, monkeypatch):
     monkeypatch.chdir(Path(__file__).parents[2])
     config = load_config(name)
