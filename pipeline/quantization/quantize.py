@@ -234,11 +234,12 @@ class _Run:
         return {"files": files, "samples": c.samples, "length": c.length, "seed": c.seed}
 
     def _write_config(self, infos: Sequence[TensorInfo]) -> Path:
+        grouped = any(linear.group for linear in self.selection.linears.values())
         quantization = {
             "quant_algo": self.quant_algo,
             "kv_cache_quant_algo": CACHE_FORMATS[kind][0] if (kind := self.settings.kv_cache) != "none" else None,
             "method": self.settings.method,
-            "group_size": self.settings.group_size,
+            "group_size": self.settings.group_size if grouped else None,
             "has_zero_point": False,
             "pre_quant_scale": any(info.name.endswith(PRESCALE) for info in infos),
             "quantized": {

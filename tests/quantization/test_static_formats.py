@@ -71,6 +71,7 @@ def test_what_is_stored_stands_for_the_weights(name: str, method: str, text: Pat
         m.role in ALL and m.target.endswith(".weight") for m in layout_for(model.architecture).mappings()
     )
     assert ("fp8_blocks" in own) == (method == "fp8_blocks")
+    assert own["quantization"]["group_size"] is None and own["quantization"]["kv_cache_quant_algo"] is None
     for base in chosen:
         _check_tensors(base, method, model.source.values[f"{base}.weight"].float(), found)
     if method == "smoothquant":
