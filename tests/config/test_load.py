@@ -1,9 +1,12 @@
 from pathlib import Path
+from typing import get_args
 
 import pytest
 
 from pipeline.config.load import find_config, load_config
+from pipeline.config.recipe import Format, Method
 from pipeline.errors import ConfigError
+from pipeline.quantization.selection import FORMATS, METHODS, NONE
 
 REPOSITORY = Path(__file__).parents[2]
 MINIMAL = "model: {path: m}\ntarget: {gpu: L4}\n"
@@ -344,3 +347,8 @@ def test_mistakes_in_a_recipe_have_its_own_lines(folder):
 def test_a_budget_is_one_of_three(folder, budget):
     folder("a.yaml", MINIMAL + f"stages: {{quantize: {{recipe: auto, budget: {budget}}}}}\n")
     assert "a.yaml:3: stages.quantize.budget" in refuse("a.yaml").message
+
+
+def test_every_method_and_format_can_be_named():
+    assert set(get_args(Method)) == {*METHODS, NONE}
+    assert set(get_args(Format)) == set(FORMATS)
