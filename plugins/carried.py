@@ -11,7 +11,7 @@ from dataclasses import dataclass
 
 from pipeline.errors import CompatibilityError
 from plugins.driver import Function
-from plugins.operation import Kernel, Operation
+from plugins.operation import Operation
 
 # PTX for these is tied to them ("sm_90a"); that for others runs on every later GPU, too.
 TIED = frozenset({90, 120})
@@ -50,15 +50,17 @@ class Carried:
             )
         return cls(functions)
 
-    def find(self, operation: Operation, kernel: Kernel, sm: int) -> Function:
-        """The kernel for a GPU. Raises CompatibilityError where the engine carries none that it can run."""
-        index = operation.kernels().index(kernel)
+    def find(self, name: str, index: int, sm: int) -> Function:
+        """Plugin `name`'s kernel `index` for a GPU. Raises CompatibilityError where the engine carries none that it can
+        run."""
+        if (index, sm) in self.functions:
+            return self.functions[index, sm]
         here = [found for number, found in self.functions if number == index]
         fitting = [found for found in here if found == sm or (found < sm and found not in TIED)]
         if not fitting:
             carried = ", ".join(f"SM{found}" for found in sorted(here)) or "no GPU"
             raise CompatibilityError(
-                f"the engine carries plugin {operation.NAME} for {carried}, and this GPU is SM{sm}",
+                f"the engine carries plugin {name} for {carried}, and this GPU is SM{sm}",
                 hint="build the engine for this GPU",
             )
         return self.functions[index, max(fitting)]

@@ -9,13 +9,13 @@ from __future__ import annotations
 
 import ctypes
 from collections.abc import Callable, Iterable
-from functools import cache
+from functools import cache, lru_cache
 from typing import Any
 
 from pipeline.errors import CompatibilityError
 from plugins.carried import Carried, compile_carried
 from plugins.driver import find_sm, open_driver
-from plugins.operation import Argument, Input, Operation, Result, Scratch, Size
+from plugins.operation import Argument, Input, Launch, Operation, Result, Scratch, Size
 from plugins.registry import OPERATIONS, read_operation
 
 NAMESPACE = "trtseek"
@@ -131,6 +131,14 @@ def _classes(trt: Any) -> tuple[type, type]:
     return Plugin, Creator
 
 
+@lru_cache(maxsize=4096)
+def plan_launches(operation: Operation, shapes: tuple[tuple[int, ...], ...]) -> tuple[tuple[int, Launch], ...]:
+    """The launches, each with its kernel's place in `kernels()`. Steps come in few shapes, and planning one in Python
+    takes longer than starting it."""
+    kernels = operation.kernels()
+    return tuple((kernels.index(launch.kernel), launch) for launch in operation.launches(shapes))
+
+
 def run_launches(
     operation: Operation,
     carried: Carried,
@@ -142,12 +150,12 @@ def run_launches(
 ) -> None:
     """Starts what the operation plans for these shapes. inputs, outputs, workspace: device addresses."""
     driver, sm = open_driver(), find_sm()
-    for launch in operation.launches(shapes):
+    for index, launch in plan_launches(operation, tuple(shapes)):
         arguments = [
             _value(argument, kind, inputs, outputs, workspace)
             for (_, kind), argument in zip(launch.kernel.parameters, launch.arguments, strict=True)
         ]
-        driver.launch(carried.find(operation, launch.kernel, sm), launch.grid, arguments, stream)
+        driver.launch(carried.find(operation.NAME, index, sm), launch.grid, arguments, stream)
 
 
 def _value(argument: Argument, kind: str, inputs: list[int], outputs: list[int], workspace: int) -> Any:

@@ -101,11 +101,10 @@ def test_a_plan_becomes_launches(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 def test_an_engine_without_a_kernel_for_this_gpu_is_refused() -> None:
-    (kernel,) = HEADS.kernels()
     older, tied = Carried({(0, 80): FUNCTION}), Carried({(0, 90): FUNCTION})
-    assert older.find(HEADS, kernel, 120) is FUNCTION  # PTX for SM80 runs on what comes later
+    assert older.find("rope_paged_kv", 0, 120) is FUNCTION  # PTX for SM80 runs on what comes later
     with pytest.raises(CompatibilityError, match="carries plugin rope_paged_kv for SM90, and this GPU is SM120"):
-        tied.find(HEADS, kernel, 120)
+        tied.find("rope_paged_kv", 0, 120)
     with pytest.raises(CompatibilityError, match="this GPU is SM75"):
-        older.find(HEADS, kernel, 75)
+        older.find("rope_paged_kv", 0, 75)
     assert Carried.from_json(older.to_json()) == older
