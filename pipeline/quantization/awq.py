@@ -6,7 +6,7 @@ sqrt(max·min) = 1, with alpha from a grid that holds 0 (round to nearest), judg
 |XWᵀ - (X/s)Q(W·s)ᵀ|² on sampled rows; for several linears that share s, by the sum.
 
 Clipping (optional): each group's range is searched, see `clipping`; kept for a linear only where its whole output error
-did not grow.
+did not grow. The scale is kept only where it pays beside clipping too.
 
 Shapes: O output features, I input features, g input features per group, R sampled rows.
 """
@@ -14,6 +14,7 @@ Shapes: O output features, I input features, g input features per group, R sampl
 from __future__ import annotations
 
 from dataclasses import replace
+from operator import itemgetter
 from typing import TYPE_CHECKING
 
 import torch
@@ -23,12 +24,16 @@ from pipeline.quantization.int4 import round_trip
 from pipeline.quantization.problem import Choice, Loss, Problem, Treatment
 
 if TYPE_CHECKING:
+    from collections.abc import Iterable, Mapping
+
     from torch import Tensor
 
     from pipeline.quantization.capture import Inputs
     from pipeline.quantization.rules import Linear
 
-ALPHAS = tuple(i / 20 for i in range(20))
+# Then half a step to either side of the best.
+STEP = 0.1
+ALPHAS = tuple(i / 10 for i in range(10))
 # Channels that calibration saw (almost) silent: they get the scale of one this much below the loudest.
 FLOOR = 1e-4
 
@@ -36,41 +41,47 @@ FLOOR = 1e-4
 def choose(problem: Problem) -> Choice:
     """The scale, clipping limits and losses of a group; without inputs, plain rounding to nearest."""
     choice = choose_scale(problem)
-    if not problem.clip:
+    if not problem.clip or not choice.losses:
         return choice
-    treatments, losses = {}, dict(choice.losses)
-    for linear in problem.linears:
-        if linear.name in losses:
-            limits, ratio = _clip(problem, linear, choice.scale, problem.inputs[linear.name])
-            if limits is not None:
-                treatments[linear.name] = Treatment(limits=limits)
-                losses[linear.name] = Loss(losses[linear.name].before, losses[linear.name].after * ratio)
-    return replace(choice, treatments=treatments, losses=losses)
+    # What scaling wins, clipping may win as well: a scale has to pay beside it.
+    unscaled = replace(
+        choice, alpha=0.0, scale=None, losses={n: Loss(x.before, x.before) for n, x in choice.losses.items()}
+    )
+    clipped = [_clip_all(problem, each) for each in ((unscaled, choice) if choice.alpha else (unscaled,))]
+    return min(clipped, key=itemgetter(1))[0]
 
 
 def choose_scale(problem: Problem) -> Choice:
     """The scale and its losses, without clipping."""
     if problem.mean_abs is None or not problem.inputs:
         return Choice()
-    candidates = _candidates(problem)
     linears = [linear for linear in problem.linears if linear.name in problem.inputs]
-    errors: dict[str, list[float]] = {}
-    outputs: dict[str, float] = {}
-    total = torch.zeros(len(candidates), dtype=torch.float64)
-    for linear in linears:
-        weight, inputs = problem.read(linear.name), problem.inputs[linear.name]
-        found = [output_error(weight, s, inputs.rows, linear.group_size, problem.scale_dtype) for _, s in candidates]
-        errors[linear.name] = found
-        outputs[linear.name] = _squared(inputs.rows @ weight.T)
-        # Rows are a sample: weigh them by the tokens that they stand for.
-        total += torch.tensor(found, dtype=torch.float64) * (inputs.tokens / max(inputs.rows.shape[0], 1))
-    best = int(total.argmin())
-    alpha, scale = candidates[best]
-    losses = {
-        name: Loss(found[0] / max(outputs[name], 1e-30), found[best] / max(outputs[name], 1e-30))
-        for name, found in errors.items()
-    }
-    return Choice(alpha=alpha, scale=None if alpha == 0 else scale, losses=losses)
+    whole = {x.name: max(_squared(problem.inputs[x.name].rows @ problem.read(x.name).T), 1e-30) for x in linears}
+    errors: dict[float, dict[str, float]] = {}
+    scales: dict[float, Tensor] = {}
+
+    def attempt(alphas: Iterable[float]) -> float:
+        """The best of those tried so far, after these."""
+        new = {alpha: s for alpha in alphas if (s := _scale(problem, alpha)) is not None}
+        scales.update(new)
+        errors.update({alpha: {} for alpha in new})
+        for linear in linears:
+            weight, rows = problem.read(linear.name), problem.inputs[linear.name].rows
+            for alpha, s in new.items():
+                errors[alpha][linear.name] = output_error(weight, s, rows, linear.group_size, problem.scale_dtype)
+        return min(errors, key=lambda alpha: _total(problem, errors[alpha]))
+
+    best = attempt(ALPHAS)
+    if best:
+        best = attempt((best - STEP / 2, best + STEP / 2))
+    losses = {name: Loss(errors[0.0][name] / whole[name], errors[best][name] / whole[name]) for name in whole}
+    return Choice(alpha=best, scale=scales[best] if best else None, losses=losses)
+
+
+def _total(problem: Problem, errors: Mapping[str, float]) -> float:
+    """Rows are a sample: weigh them by the tokens that they stand for."""
+    inputs = problem.inputs
+    return sum(error * inputs[name].tokens / max(inputs[name].rows.shape[0], 1) for name, error in errors.items())
 
 
 def output_error(
@@ -81,32 +92,42 @@ def output_error(
     return _squared(rows @ rounded.div_(scale).sub_(weight).T)
 
 
-def _candidates(problem: Problem) -> list[tuple[float, Tensor]]:
-    """(alpha, s) of the grid that the checkpoint can hold; the first is (0, ones)."""
+def _scale(problem: Problem, alpha: float) -> Tensor | None:
+    """The scale [I] of an alpha, ones for 0; None where the checkpoint cannot hold it."""
     mean = problem.mean_abs
     if mean is None:
-        raise ValueError("candidates need a mean")
-    candidates = [(0.0, torch.ones_like(mean))]
+        raise ValueError("a scale needs a mean")
     top = mean.max()
+    if alpha == 0:
+        return torch.ones_like(mean)
     if top <= 0:
-        return candidates
-    for alpha in ALPHAS[1:]:
-        s = (mean / top).clamp(min=FLOOR) ** alpha
-        realised = problem.realise(s / (s.max() * s.min()).sqrt())
-        if realised is not None:
-            candidates.append((alpha, realised))
-    return candidates
+        return None
+    s = (mean / top).clamp(min=FLOOR) ** alpha
+    return problem.realise(s / (s.max() * s.min()).sqrt())
 
 
-def _clip(problem: Problem, linear: Linear, scale: Tensor | None, inputs: Inputs) -> tuple[Tensor | None, float]:
-    """(limits [O, I/g], error over the error without) where clipping lowers the linear's error, else (None, 1)."""
+def _clip_all(problem: Problem, choice: Choice) -> tuple[Choice, float]:
+    """The choice with clipping limits where they pay, and its error."""
+    treatments, losses, errors = {}, {}, {}
+    for linear in problem.linears:
+        if linear.name in choice.losses:
+            limits, ratio, errors[linear.name] = _clip(problem, linear, choice.scale, problem.inputs[linear.name])
+            before = choice.losses[linear.name]
+            losses[linear.name] = Loss(before.before, before.after * ratio)
+            if limits is not None:
+                treatments[linear.name] = Treatment(limits=limits)
+    return replace(choice, treatments=treatments, losses=losses), _total(problem, errors)
+
+
+def _clip(problem: Problem, linear: Linear, scale: Tensor | None, inputs: Inputs) -> tuple[Tensor | None, float, float]:
+    """(limits [O, I/g], error over that without, error) where clipping lowers the linear's error; else (None, 1, …)."""
     weight, group = problem.read(linear.name), linear.group_size
     s = torch.ones(weight.shape[1]) if scale is None else scale
     grouped_rows = (inputs.rows / s).view(inputs.rows.shape[0], -1, group).transpose(0, 1)
     gram = grouped_rows.transpose(1, 2) @ grouped_rows
     limits = search_limits(weight * s, gram, group, problem.scale_dtype)
     error, clipped = (output_error(weight, s, inputs.rows, group, problem.scale_dtype, x) for x in (None, limits))
-    return (limits, clipped / error) if clipped < error else (None, 1.0)
+    return (limits, clipped / error, clipped) if clipped < error else (None, 1.0, error)
 
 
 def _squared(x: Tensor) -> float:

@@ -22,7 +22,9 @@ from pipeline.quantization.int4 import round_trip
 if TYPE_CHECKING:
     from torch import Tensor
 
-SHRINKS = tuple(1 - i / 40 for i in range(1, 25))
+# Of a group's largest weight; then half a step to either side of each group's best.
+STEP = 0.05
+SHRINKS = tuple(1 - i * STEP for i in range(1, 13))
 ROWS = 256  # output features at a time: bounds memory to a few times this by I
 
 
@@ -45,8 +47,16 @@ def _search(weight: Tensor, moments: Tensor, group: int, scale_dtype: torch.dtyp
         return ((e @ moments) * e).sum(2).T
 
     best, least = amax, error(None)
-    for shrink in SHRINKS:
-        found = error(amax * shrink)
-        best = torch.where(found < least, amax * shrink, best)
+
+    def attempt(limits: Tensor) -> None:
+        nonlocal best, least
+        found = error(limits)
+        best = torch.where(found < least, limits, best)
         least = torch.minimum(found, least)
+
+    for shrink in SHRINKS:
+        attempt(amax * shrink)
+    coarse = best
+    for side in (-STEP / 2, STEP / 2):
+        attempt(torch.minimum(coarse + amax * side, amax))
     return best

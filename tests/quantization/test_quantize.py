@@ -109,6 +109,7 @@ def test_checkpoint_format(tmp_path: Path, deepseek_v2_path: Path, text: Path) -
         "group_size": 128,
         "has_zero_point": False,
         "pre_quant_scale": True,
+        "kv_cache_quant_algo": None,
         "quantized": {
             name: {"format": "int4", "group_size": row["group_size"]} for name, row in report.linears.items()
         },
@@ -391,11 +392,18 @@ from pathlib import Path
 from pipeline.checkpoint.folder import CheckpointFolder
 from pipeline.quantization.quantize import quantize_checkpoint
 from pipeline.workspace import FolderWorkspace
-from tests.quantization.support import Settings
+from tests.quantization.support import CalibrationSettings, Settings
 source = CheckpointFolder.open(Path(sys.argv[1]))
-quantize_checkpoint(source, FolderWorkspace(Path(sys.argv[2])), settings=Settings(method="rtn"))
+calibration = CalibrationSettings(files=tuple(map(Path, sys.argv[4:])), samples=24)
+settings = Settings(method=sys.argv[3], calibration=calibration, clip=True)
+quantize_checkpoint(source, FolderWorkspace(Path(sys.argv[2])), settings=settings)
 print(re.search(r"VmHWM:\\s+(\\d+) kB", Path("/proc/self/status").read_text())[1])
 """
+
+
+def measure_peak(engine: Path, output: Path, method: str, *text: Path) -> int:
+    command = [sys.executable, "-c", MEASURE, str(engine), str(output), method, *map(str, text)]
+    return int(subprocess.run(command, capture_output=True, text=True, check=True).stdout) * 1024
 
 
 @pytest.mark.slow
@@ -406,9 +414,24 @@ def test_memory_does_not_grow_with_the_checkpoint(tmp_path: Path) -> None:
         hub = tmp_path / f"hub-{layers}"
         fixtures.llama(hub, hidden_size=512, intermediate_size=2048, num_hidden_layers=layers)
         Model.load(hub).write(tmp_path / f"engine-{layers}", hub)
-        arguments = [str(tmp_path / f"{name}-{layers}") for name in ("engine", "out")]
-        done = subprocess.run([sys.executable, "-c", MEASURE, *arguments], capture_output=True, text=True, check=True)
-        peaks.append(int(done.stdout) * 1024)
+        peaks.append(measure_peak(tmp_path / f"engine-{layers}", tmp_path / f"out-{layers}", "rtn"))
     size = sum(file.stat().st_size for file in (tmp_path / "engine-40").iterdir())
     assert size > 300e6
     assert peaks[1] - peaks[0] < 0.1 * size
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("method", ["awq", "gptq", "awq_gptq"])
+def test_memory_does_not_grow_with_routed_layers(tmp_path: Path, text: Path, method: str) -> None:
+    """Three times the layers of 48 experts, the same peak: no expert's second moments outlive its writing."""
+    peaks, sizes = [], []
+    for layers in (3, 9):
+        hub = tmp_path / f"hub-{layers}"
+        shapes = {"hidden_size": 512, "moe_intermediate_size": 512, "n_routed_experts": 48, "num_hidden_layers": layers}
+        fixtures.deepseek_v2(hub, tokenizer=True, **shapes)
+        engine = Model.load(hub).write(tmp_path / f"engine-{layers}", hub)
+        sizes.append(sum(info.nbytes for info in engine.tensors.values()))
+        peaks.append(measure_peak(engine.path, tmp_path / f"out-{layers}", method, text))
+    print(f"{method}: {sizes} bytes, peaks {peaks}")
+    assert sizes[1] - sizes[0] > 400e6
+    assert peaks[1] - peaks[0] < 0.1 * (sizes[1] - sizes[0])
