@@ -5,7 +5,8 @@ from __future__ import annotations
 from typing import TYPE_CHECKING
 
 from pipeline.config.case import Case
-from pipeline.config.rules import FP8_FORMATS, Rule
+from pipeline.config.format_rules import FP8_FORMATS
+from pipeline.config.rules import Rule
 from pipeline.quantization.selection import NONE
 
 if TYPE_CHECKING:

@@ -5,13 +5,10 @@ from __future__ import annotations
 from collections.abc import Callable
 from dataclasses import dataclass
 
+from pipeline.config import format_rules
 from pipeline.config.case import STATIC_ROPES, Case
 from pipeline.config.gpus import supported_sms
 from pipeline.errors import CompatibilityError
-from pipeline.quantization.selection import FORMATS, METHODS, Decision
-
-FIRST_AMPERE = 80
-FP8_FORMATS = ("fp8", "fp8_blocks")
 
 
 @dataclass(frozen=True, slots=True)
@@ -30,37 +27,6 @@ def _find_unsupported_sm(case: Case) -> str | None:
         return None
     known = ", ".join(f"SM{sm}" for sm in supported_sms(backend))
     return f"{backend} builds no engines for the {gpu.name} (SM{gpu.sm}); it builds for {known}"
-
-
-def _find_fp8(case: Case) -> str | None:
-    if case.gpu.has("fp8"):
-        return None
-    stored = case.kept_fp8
-    method = next((name for name in case.quantize.rules.methods if METHODS[name].format in FP8_FORMATS), None)
-    what = f"method {method}" if method else f"the FP8 tensor {stored}" if stored else None
-    return f"{what} needs FP8 tensor cores, SM89 or later; the {case.gpu.name} is SM{case.gpu.sm}" if what else None
-
-
-def _find_bf16(case: Case) -> str | None:
-    if case.dtype != "bfloat16" or case.gpu.has("bf16"):
-        return None
-    return f"weights in bfloat16 need SM80 or later; the {case.gpu.name} is SM{case.gpu.sm}"
-
-
-def _find_turing(case: Case) -> str | None:
-    """TensorRT-RTX 1.7 says "HW-specific datatypes: int4" and "FP32 GEMM is not supported" for SM75."""
-    if case.gpu.sm >= FIRST_AMPERE or case.config.target.backend != "tensorrt_rtx":
-        return None
-    what = (
-        "INT4 weights"
-        if any(FORMATS[METHODS[method].format].bits == 4 for method in case.quantize.rules.methods)
-        else "float32 weights"
-        if case.dtype == "float32"
-        else "routed experts, whose router runs in float32,"
-        if case.architecture.experts
-        else None
-    )
-    return what and f"tensorrt_rtx builds {what} for SM80 and later; the {case.gpu.name} is SM{case.gpu.sm}"
 
 
 def _split(count: int, what: str, size: int, how: str) -> str | None:
@@ -98,64 +64,6 @@ def _find_unsplit_experts(case: Case) -> str | None:
 
 def _find_unsplit_layers(case: Case) -> str | None:
     return _split(case.architecture.num_layers, "decoder layers", case.parallel.pipeline, "pipeline")
-
-
-def _find_unmatched_exclude(case: Case) -> str | None:
-    if not case.is_quantized:
-        return None
-    unused = [pattern for pattern in case.quantize.exclude if not case.matches(pattern)]
-    return f"{', '.join(unused)} matches no linear of the model" if unused else None
-
-
-def _find_nothing_chosen(case: Case) -> str | None:
-    if not case.is_quantized or case.chosen:
-        return None
-    roles = sorted({linear.role for linear in case.linears})
-    return f"no linear is left to quantize; the model has {', '.join(roles)}"
-
-
-def _find_no_group(case: Case) -> str | None:
-    if not case.is_quantized or not case.chosen:
-        return None
-    if any(isinstance(linear.decision, Decision) for linear in case.chosen):
-        return None
-    widths = sorted({linear.in_features for linear in case.chosen})
-    return f"no group size up to {case.quantize.group_size} divides any input width ({', '.join(map(str, widths))})"
-
-
-def _find_cut_group(case: Case) -> str | None:
-    size = case.parallel.tensor
-    if not case.is_quantized or size == 1:
-        return None
-    for linear in case.chosen:
-        group = linear.group
-        if group and linear.is_row_parallel and linear.in_features % (size * group):
-            return (
-                f"tensor parallel size {size} cuts INT4 groups of {linear.name}: "
-                f"{linear.in_features} inputs are not a multiple of {size} x {group}"
-            )
-    return None
-
-
-def _find_split_experts(case: Case) -> str | None:
-    """Which the network would refuse, after all the work."""
-    rules = case.quantize.rules
-    if not case.is_quantized or not (rules.exclude or rules.recipe):
-        return None
-    for kind in case.kinds:
-        other = rules.find_split(kind)
-        if other is not None:
-            return (
-                f"{other} would be in another format than other experts of its layer; their weights are one stack, "
-                "which has one"
-            )
-    return None
-
-
-def _find_lone_cache(case: Case) -> str | None:
-    if case.quantize.kv_cache == "none" or case.is_quantized:
-        return None
-    return f"kv_cache: {case.quantize.kv_cache} with method: none: its scales go into a quantized checkpoint"
 
 
 def _find_long_sequences(case: Case) -> str | None:
@@ -221,17 +129,17 @@ RULES: tuple[Rule, ...] = (
     Rule(
         "fp8_needs_sm89",
         "target.gpu",
-        _find_fp8,
+        format_rules.find_fp8,
         "take a GPU of SM89 or later, or INT4 (method: awq or rtn) or INT8 (int8 or smoothquant), or set "
         "stages.convert.dtype: bfloat16, which multiplies a checkpoint's FP8 out",
     ),
     Rule(
         "turing_has_less",
         "target.gpu",
-        _find_turing,
+        format_rules.find_turing,
         "take a GPU of SM80 or later, or method: none and float16 for a model without routed experts",
     ),
-    Rule("bf16_needs_sm80", "stages.convert.dtype", _find_bf16, "set stages.convert.dtype: float16"),
+    Rule("bf16_needs_sm80", "stages.convert.dtype", format_rules.find_bf16, "set stages.convert.dtype: float16"),
     Rule("tensor_divides_heads", "target.parallel.tensor", _find_unsplit_heads, "take a divisor of the head count"),
     Rule(
         "tensor_divides_kv_heads",
@@ -252,37 +160,37 @@ RULES: tuple[Rule, ...] = (
     Rule(
         "exclude_matches",
         "stages.quantize.exclude",
-        _find_unmatched_exclude,
+        format_rules.find_unmatched_exclude,
         "names look like transformer.layers.0.mlp.fc",
     ),
     Rule(
         "something_to_quantize",
         "stages.quantize.include",
-        _find_nothing_chosen,
+        format_rules.find_nothing_chosen,
         "name other roles, or set method: none",
     ),
     Rule(
         "group_divides_something",
         "stages.quantize.group_size",
-        _find_no_group,
+        format_rules.find_no_group,
         "take a smaller group_size, or set method: none",
     ),
     Rule(
         "tensor_keeps_groups",
         "target.parallel.tensor",
-        _find_cut_group,
+        format_rules.find_cut_group,
         "take a smaller group_size or tensor parallel size",
     ),
     Rule(
         "experts_share_a_format",
         "stages.quantize",
-        _find_split_experts,
+        format_rules.find_split_experts,
         "name all experts of a layer, as in *.layers.3.mlp.experts.*",
     ),
     Rule(
         "cache_goes_with_weights",
         "stages.quantize.kv_cache",
-        _find_lone_cache,
+        format_rules.find_lone_cache,
         "name a method, or set kv_cache: none",
     ),
     Rule("context_of_model", "stages.build.max_seq_len", _find_long_sequences, "lower max_seq_len"),

@@ -1,0 +1,102 @@
+"""What types and quantization cannot do: on this GPU, with these shapes, with each other. The table is in rules.py."""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING
+
+from pipeline.quantization.selection import FORMATS, METHODS, Decision
+
+if TYPE_CHECKING:
+    from pipeline.config.case import Case
+
+FIRST_AMPERE = 80
+FP8_FORMATS = ("fp8", "fp8_blocks")
+
+
+def find_fp8(case: Case) -> str | None:
+    if case.gpu.has("fp8"):
+        return None
+    stored = case.kept_fp8
+    method = next((name for name in case.quantize.rules.methods if METHODS[name].format in FP8_FORMATS), None)
+    what = f"method {method}" if method else f"the FP8 tensor {stored}" if stored else None
+    return f"{what} needs FP8 tensor cores, SM89 or later; the {case.gpu.name} is SM{case.gpu.sm}" if what else None
+
+
+def find_bf16(case: Case) -> str | None:
+    if case.dtype != "bfloat16" or case.gpu.has("bf16"):
+        return None
+    return f"weights in bfloat16 need SM80 or later; the {case.gpu.name} is SM{case.gpu.sm}"
+
+
+def find_turing(case: Case) -> str | None:
+    """TensorRT-RTX 1.7 says "HW-specific datatypes: int4" and "FP32 GEMM is not supported" for SM75."""
+    if case.gpu.sm >= FIRST_AMPERE or case.config.target.backend != "tensorrt_rtx":
+        return None
+    what = (
+        "INT4 weights"
+        if any(FORMATS[METHODS[method].format].bits == 4 for method in case.quantize.rules.methods)
+        else "float32 weights"
+        if case.dtype == "float32"
+        else "routed experts, whose router runs in float32,"
+        if case.architecture.experts
+        else None
+    )
+    return what and f"tensorrt_rtx builds {what} for SM80 and later; the {case.gpu.name} is SM{case.gpu.sm}"
+
+
+def find_unmatched_exclude(case: Case) -> str | None:
+    if not case.is_quantized:
+        return None
+    unused = [pattern for pattern in case.quantize.exclude if not case.matches(pattern)]
+    return f"{', '.join(unused)} matches no linear of the model" if unused else None
+
+
+def find_nothing_chosen(case: Case) -> str | None:
+    if not case.is_quantized or case.chosen:
+        return None
+    roles = sorted({linear.role for linear in case.linears})
+    return f"no linear is left to quantize; the model has {', '.join(roles)}"
+
+
+def find_no_group(case: Case) -> str | None:
+    if not case.is_quantized or not case.chosen:
+        return None
+    if any(isinstance(linear.decision, Decision) for linear in case.chosen):
+        return None
+    widths = sorted({linear.in_features for linear in case.chosen})
+    return f"no group size up to {case.quantize.group_size} divides any input width ({', '.join(map(str, widths))})"
+
+
+def find_cut_group(case: Case) -> str | None:
+    size = case.parallel.tensor
+    if not case.is_quantized or size == 1:
+        return None
+    for linear in case.chosen:
+        group = linear.group
+        if group and linear.is_row_parallel and linear.in_features % (size * group):
+            return (
+                f"tensor parallel size {size} cuts INT4 groups of {linear.name}: "
+                f"{linear.in_features} inputs are not a multiple of {size} x {group}"
+            )
+    return None
+
+
+def find_split_experts(case: Case) -> str | None:
+    """Which the network would refuse, after all the work."""
+    rules = case.quantize.rules
+    if not case.is_quantized or not (rules.exclude or rules.recipe):
+        return None
+    for kind in case.kinds:
+        other = rules.find_split(kind)
+        if other is not None:
+            return (
+                f"{other} would be in another format than other experts of its layer; their weights are one stack, "
+                "which has one"
+            )
+    return None
+
+
+def find_lone_cache(case: Case) -> str | None:
+    if case.quantize.kv_cache == "none" or case.is_quantized:
+        return None
+    return f"kv_cache: {case.quantize.kv_cache} with method: none: its scales go into a quantized checkpoint"
