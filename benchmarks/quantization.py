@@ -42,6 +42,7 @@ WORKER = """
 import re, sys, time
 from pathlib import Path
 import torch
+from transformers import AutoModelForCausalLM  # before the clock starts, as the peers'
 from pipeline.checkpoint.folder import CheckpointFolder
 from pipeline.config.settings import Calibration, Quantize
 from pipeline.quantization.quantize import quantize_checkpoint

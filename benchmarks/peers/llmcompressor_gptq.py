@@ -10,15 +10,15 @@ the project.
 
 from __future__ import annotations
 
-import json
-import re
-import sys
-import time
 from pathlib import Path
 from typing import Any
 
+import side
 import torch
-from safetensors.torch import load_file, save_file
+from compressed_tensors.quantization import QuantizationArgs, QuantizationScheme
+from datasets import Dataset
+from llmcompressor import oneshot
+from llmcompressor.modifiers.gptq import GPTQModifier
 from transformers import AutoModelForCausalLM
 
 # As here: the head, routers and MLA's latent stay 16-bit.
@@ -26,12 +26,8 @@ KEPT = ["lm_head", r"re:.*mlp\.gate$", "re:.*kv_a_proj_with_mqa$", "re:.*kv_b_pr
 NIBBLES = torch.arange(8) * 4
 
 
-def quantize(model: Any, tokens: torch.Tensor, group: int, output: Path) -> None:
-    from compressed_tensors.quantization import QuantizationArgs, QuantizationScheme
-    from datasets import Dataset
-    from llmcompressor import oneshot
-    from llmcompressor.modifiers.gptq import GPTQModifier
-
+def quantize(source: Path, tokens: torch.Tensor, group: int, output: Path) -> None:
+    model: Any = AutoModelForCausalLM.from_pretrained(source, dtype="auto").eval()
     weights = QuantizationArgs(num_bits=4, type="int", strategy="group", group_size=group, symmetric=True)
     scheme = QuantizationScheme(targets=["Linear"], weights=weights)
     rows = tokens.tolist()
@@ -48,9 +44,8 @@ def quantize(model: Any, tokens: torch.Tensor, group: int, output: Path) -> None
     model.save_pretrained(output, save_compressed=True)
 
 
-def read_back(export: Path) -> dict[str, torch.Tensor]:
+def read_back(stored: dict[str, torch.Tensor]) -> dict[str, torch.Tensor]:
     """weight_packed I32 [out, in/8]: eight values, the first in the low nibble, each 8 more than it says."""
-    stored = {n: t for file in sorted(export.glob("*.safetensors")) for n, t in load_file(file).items()}
     floats = {}
     for name, value in stored.items():
         base, _, kind = name.rpartition(".weight_")
@@ -62,31 +57,9 @@ def read_back(export: Path) -> dict[str, torch.Tensor]:
                 raise SystemExit(f"{base} has its groups in another order")
             floats[f"{base}.weight"] = (q.view(*scales.shape, -1) * scales[..., None]).view(rows, columns)
         elif not base:
-            floats[name] = value.float()
-    return {n: t.contiguous() for n, t in floats.items()}
-
-
-def peak_bytes() -> int:
-    found = re.search(r"VmHWM:\s+(\d+)", Path("/proc/self/status").read_text())
-    assert found is not None
-    return int(found[1]) * 1024
-
-
-def main() -> None:
-    source, token_file, output, group = Path(sys.argv[1]), Path(sys.argv[2]), Path(sys.argv[3]), int(sys.argv[4])
-    tokens = torch.tensor(json.loads(token_file.read_text()))
-    import llmcompressor  # noqa: F401 - imported before the clock starts, as ours is
-
-    began, processor = time.perf_counter(), time.process_time()
-    model = AutoModelForCausalLM.from_pretrained(source, dtype="auto").eval()
-    quantize(model, tokens, group, output / "export")
-    seconds, processor = time.perf_counter() - began, time.process_time() - processor
-    peak = peak_bytes()
-    folder = output / "floats"
-    folder.mkdir(parents=True)
-    save_file(read_back(output / "export"), folder / "model.safetensors", metadata={"format": "pt"})
-    print(json.dumps({"seconds": seconds, "processor": processor, "peak": peak}))
+            floats[name] = value
+    return floats
 
 
 if __name__ == "__main__":
-    main()
+    side.run(quantize, read_back)

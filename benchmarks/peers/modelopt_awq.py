@@ -9,15 +9,14 @@ seconds of quantizing and exporting, and the peak resident bytes until then. Nev
 from __future__ import annotations
 
 import copy
-import json
 import re
-import sys
-import time
 from pathlib import Path
 from typing import Any
 
+import modelopt.torch.quantization as mtq
+import side
 import torch
-from safetensors.torch import load_file, save_file
+from modelopt.torch.export import export_hf_checkpoint
 from transformers import AutoModelForCausalLM
 
 # As here: the head, routers and MLA's latent stay 16-bit.
@@ -40,6 +39,7 @@ class Experts(torch.nn.Module):
 
     def forward(self, x: torch.Tensor, chosen: torch.Tensor, weights: torch.Tensor) -> torch.Tensor:
         out = torch.zeros_like(x)
+        expert: Any
         for e, expert in enumerate(self.experts):
             tokens, place = (chosen == e).nonzero(as_tuple=True)
             rows = x[tokens]
@@ -61,10 +61,10 @@ def unfuse(model: torch.nn.Module) -> None:
                 setattr(module, name, Experts(child))
 
 
-def quantize(model: Any, tokens: torch.Tensor, group: int, output: Path) -> None:
-    import modelopt.torch.quantization as mtq
-    from modelopt.torch.export import export_hf_checkpoint
-
+@torch.no_grad()
+def quantize(source: Path, tokens: torch.Tensor, group: int, output: Path) -> None:
+    model: Any = AutoModelForCausalLM.from_pretrained(source, dtype="auto").eval()
+    unfuse(model)
     config = copy.deepcopy(mtq.INT4_AWQ_CFG)
     rows = config["quant_cfg"]
     if isinstance(rows, list):
@@ -85,12 +85,11 @@ def quantize(model: Any, tokens: torch.Tensor, group: int, output: Path) -> None
     export_hf_checkpoint(model, export_dir=output)
 
 
-def read_back(export: Path) -> dict[str, torch.Tensor]:
+def read_back(stored: dict[str, torch.Tensor]) -> dict[str, torch.Tensor]:
     """weight U8 [out/2, in]: row 2r in the low nibble, 2r + 1 in the high one, two's complement.
 
     w = q·scale·prescale.
     """
-    stored = {n: t for file in sorted(export.glob("*.safetensors")) for n, t in load_file(file).items()}
     floats = {}
     for name, value in stored.items():
         scale = stored.get(f"{name}_scale")
@@ -102,33 +101,9 @@ def read_back(export: Path) -> dict[str, torch.Tensor]:
             value = (q.view(*scale.shape, -1) * scale.float()[..., None]).view(q.shape)
             prescale = stored.get(f"{name.removesuffix('weight')}pre_quant_scale")
             value = value if prescale is None else value * prescale.float()
-        floats[re.sub(r"mlp\.experts\.experts\.", "mlp.experts.", name)] = value.float().contiguous()
+        floats[re.sub(r"mlp\.experts\.experts\.", "mlp.experts.", name)] = value
     return {n: t for n, t in floats.items() if not n.endswith("pre_quant_scale")}
 
 
-def peak_bytes() -> int:
-    found = re.search(r"VmHWM:\s+(\d+)", Path("/proc/self/status").read_text())
-    assert found is not None
-    return int(found[1]) * 1024
-
-
-def main() -> None:
-    source, token_file, output, group = Path(sys.argv[1]), Path(sys.argv[2]), Path(sys.argv[3]), int(sys.argv[4])
-    tokens = torch.tensor(json.loads(token_file.read_text()))
-    import modelopt.torch.quantization  # noqa: F401 - imported before the clock starts, as ours is
-
-    began, processor = time.perf_counter(), time.process_time()
-    with torch.no_grad():
-        model = AutoModelForCausalLM.from_pretrained(source, dtype="auto").eval()
-        unfuse(model)
-        quantize(model, tokens, group, output / "export")
-    seconds, processor = time.perf_counter() - began, time.process_time() - processor
-    peak = peak_bytes()
-    folder = output / "floats"
-    folder.mkdir(parents=True)
-    save_file(read_back(output / "export"), folder / "model.safetensors", metadata={"format": "pt"})
-    print(json.dumps({"seconds": seconds, "processor": processor, "peak": peak}))
-
-
 if __name__ == "__main__":
-    main()
+    side.run(quantize, read_back)
