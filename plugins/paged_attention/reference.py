@@ -64,7 +64,7 @@ def _softmax_sum(query: Tensor, k: Tensor, v: Tensor, places: Tensor, window: in
     places = F.pad(places, (0, len(filled) - count))
     by_head = filled.transpose(0, 1).reshape(len(k), -1, query.shape[-1])  # heads that share keys side by side
     scores = torch.matmul(by_head, k.transpose(-1, -2)).reshape(heads, len(filled), -1)
-    keys = torch.arange(k.shape[1])
+    keys = torch.arange(k.shape[1], device=k.device)
     hidden = keys > places[:, None]
     if window:
         hidden |= keys <= places[:, None] - window
