@@ -55,13 +55,13 @@ class Service:
         self._closed = threading.Event()
         self._outbox = Outbox(lambda error: self.log.log_error(f"a response was not sent: {error!r}"))
         self._attendant = threading.Thread(target=self._attend, name="attendant", daemon=True)
-        self.executor.start()
-        self._attendant.start()
-        self._door = Door(model, self._accept_guest)
         self.log.log_info(
             f"{model} serves by the {self.loaded.kind}: {limits.max_batch_size} sequences, "
             f"{limits.num_blocks - 1} blocks of {limits.block_size} tokens"
         )
+        self._door = Door(model, self._accept_guest)
+        self.executor.start()
+        self._attendant.start()
 
     def execute(self, requests: list[Any]) -> None:
         for request in requests:
@@ -145,7 +145,7 @@ class Service:
 
     def _attend(self) -> None:
         """Ends the requests whose clients have gone, and publishes metrics."""
-        published = 0.0
+        published = time.monotonic()  # once already, before it is said that the model is loaded
         while True:
             with self._lock:
                 replies = list(self._replies)
