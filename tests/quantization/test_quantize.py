@@ -423,15 +423,14 @@ def test_memory_does_not_grow_with_the_checkpoint(tmp_path: Path) -> None:
 @pytest.mark.slow
 @pytest.mark.parametrize("method", ["awq", "gptq", "awq_gptq"])
 def test_memory_does_not_grow_with_routed_layers(tmp_path: Path, text: Path, method: str) -> None:
-    """Three times the layers of 48 experts, the same peak: no expert's second moments outlive its writing."""
+    """Twice the layers of 48 experts, the same peak within 10%: no expert's second moments outlive its writing."""
     peaks, sizes = [], []
-    for layers in (3, 9):
+    for layers in (3, 6):
         hub = tmp_path / f"hub-{layers}"
         shapes = {"hidden_size": 512, "moe_intermediate_size": 512, "n_routed_experts": 48, "num_hidden_layers": layers}
         fixtures.deepseek_v2(hub, tokenizer=True, **shapes)
         engine = Model.load(hub).write(tmp_path / f"engine-{layers}", hub)
         sizes.append(sum(info.nbytes for info in engine.tensors.values()))
         peaks.append(measure_peak(engine.path, tmp_path / f"out-{layers}", method, text))
-    print(f"{method}: {sizes} bytes, peaks {peaks}")
-    assert sizes[1] - sizes[0] > 400e6
-    assert peaks[1] - peaks[0] < 0.1 * (sizes[1] - sizes[0])
+    assert sizes[1] > 2 * sizes[0] > 300e6
+    assert peaks[1] < 1.1 * peaks[0]
