@@ -67,7 +67,10 @@ def _describe_fp8(linear: Linear) -> list[TensorInfo]:
 
 
 def _pack_fp8(linear: Linear, weight: int4.Rows, treatment: Treatment, scale_dtype: torch.dtype) -> list[RawTensor]:
-    q, scale = fp8.quantize(weight, name=f"{linear.name}.weight")
+    if treatment.round is not None:
+        q, scale = treatment.round(weight[:].float())
+    else:
+        q, scale = fp8.quantize(weight, name=f"{linear.name}.weight")
     return [RawTensor.from_torch(t) for t in (q, scale, _step(linear, treatment, fp8.input_step))]
 
 

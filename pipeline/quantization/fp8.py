@@ -1,10 +1,12 @@
 """FP8 E4M3 (arXiv 2209.05433): one scale per tensor with static scales of the inputs, or one per 128 x 128 block.
 
-Scales are amax / 448, E4M3's largest value, and multiply: w ≈ q·s. Shapes: O output, I input features.
+Per tensor, weights are rounded by GPTQ (see there): on SmolLM2-135M, rounded to nearest, FP8 cost 0.101 of what INT4 in
+groups of 64 costs, half of it by the weights. Scales are amax / 448, E4M3's largest value, and multiply: w ≈ q·s. Shapes: O output, I input features.
 """
 
 from __future__ import annotations
 
+from functools import partial
 from typing import TYPE_CHECKING
 
 import torch
@@ -14,7 +16,7 @@ from pipeline.errors import QuantizationError
 from pipeline.quantization.problem import Choice, Loss, Problem, Treatment
 
 if TYPE_CHECKING:
-    from collections.abc import Iterator
+    from collections.abc import Iterator, MutableMapping
 
     from torch import Tensor
 
@@ -49,25 +51,45 @@ def quantize_blocks(weight: Rows, *, name: str = "weight") -> tuple[Tensor, Tens
 
 
 def choose(problem: Problem) -> Choice:
-    """The inputs' largest magnitudes; nothing is searched."""
-    treatments, losses = {}, {}
+    """The inputs' largest magnitudes. Weights are rounded by GPTQ (see there) where calibration reached the linear: to
+    nearest, they would cost as much as the rounding of inputs does, which nothing can make up for."""
+    treatments: dict[str, Treatment] = {}
+    losses: dict[str, Loss] = {}
     for linear in problem.linears:
         inputs = problem.inputs.get(linear.name)
-        if inputs is None or problem.max_abs is None:
+        if inputs is None:
             continue
-        amax = float(inputs.max_abs.max() if inputs.max_abs.numel() else problem.max_abs.max())
-        treatments[linear.name] = Treatment(input_amax=amax)
-        weight = problem.read(linear.name)
-        step = input_step(amax)
-        rounded = encode(inputs.rows / step).float() * step
-        q, scale = quantize(weight, name=f"{linear.name}.weight")
-        output = inputs.rows @ weight.T
-        error = rounded @ (q.float() * scale).T - output
-        loss = float(error.square().sum(dtype=torch.float64)) / max(
-            float(output.square().sum(dtype=torch.float64)), 1e-30
+        amax = float(inputs.max_abs.max())
+        compensated = partial(_round_linear, problem, linear.name, amax, losses)
+        treatments[linear.name] = Treatment(
+            input_amax=amax, round=compensated if linear.name in problem.moments else None
         )
+        weight = problem.read(linear.name)
+        q, scale = quantize(weight, name=f"{linear.name}.weight")
+        loss = _loss(inputs.rows, weight, q.float() * scale, amax)
         losses[linear.name] = Loss(loss, loss)
     return Choice(treatments=treatments, losses=losses)
+
+
+def _round_linear(
+    problem: Problem, name: str, amax: float, losses: MutableMapping[str, Loss], weight: Tensor
+) -> tuple[Tensor, Tensor]:
+    """`Treatment.round`: as `quantize`, in the same scale; notes what it lost."""
+    from pipeline.quantization.gptq import round_columns
+
+    scale = scale_of(_finite(weight.abs().max(), f"{name}.weight")).reshape(1)
+    factor = problem.factors.get(problem.moments[name], None)
+    q = round_columns(weight, scale.expand(weight.shape[0], 1), factor, grid=lambda x: encode(x).float())
+    losses[name] = Loss(losses[name].before, _loss(problem.inputs[name].rows, weight, q * scale, amax))
+    return encode(q), scale
+
+
+def _loss(rows: Tensor, weight: Tensor, rounded: Tensor, amax: float) -> float:
+    """Squared error of the output over the squared output, inputs rounded too. rows [R, I], weights [O, I]."""
+    step = input_step(amax)
+    output = rows @ weight.T
+    error = (encode(rows / step).float() * step) @ rounded.T - output
+    return float(error.square().sum(dtype=torch.float64) / output.square().sum(dtype=torch.float64).clamp(min=1e-30))
 
 
 def encode(x: Tensor) -> Tensor:

@@ -27,7 +27,7 @@ from pipeline.quantization.int4 import HIGHEST, LOWEST, find_scales, round_trip
 from pipeline.quantization.problem import Choice, Loss, Problem, Treatment
 
 if TYPE_CHECKING:
-    from collections.abc import MutableMapping
+    from collections.abc import Callable, MutableMapping
 
     from torch import Tensor
 
@@ -86,8 +86,14 @@ def _round_linear(
     return q, scales
 
 
-def round_columns(weight: Tensor, scales: Tensor, factor: Factor) -> Tensor:
-    """int8 [O, I] of `weight` [O, I] in the groups of `scales` [O, I/g]: algorithm 1 of the paper.
+def to_int4(x: Tensor) -> Tensor:
+    """Rounded in place."""
+    return x.round_().clamp_(LOWEST, HIGHEST)
+
+
+def round_columns(weight: Tensor, scales: Tensor, factor: Factor, grid: Callable[[Tensor], Tensor] = to_int4) -> Tensor:
+    """`weight` [O, I] in the groups of `scales` [O, I/g], as int8 [O, I]: algorithm 1 of the paper. Another `grid` puts
+    quotients on other numbers, in place and in float32, and so is the result.
 
     Works on the transpose: a column, its scale and its error are contiguous, as is each block of them.
     """
@@ -101,13 +107,13 @@ def round_columns(weight: Tensor, scales: Tensor, factor: Factor) -> Tensor:
         stop = min(start + BLOCK, columns)
         errors = torch.empty_like(w[start:stop])
         for j in range(start, stop):
-            torch.div(w[j], s[j], out=q[j]).round_().clamp_(LOWEST, HIGHEST)
+            q[j] = grid(torch.div(w[j], s[j]))
             error = torch.sub(w[j], q[j] * s[j], out=errors[j - start]).div_(upper[j, j])
             w[j + 1 : stop].addr_(upper[j, j + 1 : stop], error, alpha=-1)
         w[stop:].addmm_(upper[start:stop, stop:].T, errors, alpha=-1)
-    result = torch.empty(columns, weight.shape[0], dtype=torch.int8)
-    result[order] = q.to(torch.int8)
-    return result.T.contiguous()
+    result = torch.empty_like(q)
+    result[order] = q
+    return result.T.to(torch.int8 if grid is to_int4 else torch.float32).contiguous()
 
 
 def dequantize(q: Tensor, scales: Tensor) -> Tensor:

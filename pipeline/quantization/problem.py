@@ -58,9 +58,9 @@ class Loss:
 class Treatment:
     """How one linear's scaled weight becomes stored values, where that is not plain rounding to nearest.
 
-    `limits` [O, I/g] bounds the weights of a group (absent: its own amax). `round` gives an INT4 linear's
-    (q int8 [O, I], scales float32 [O, I/g]) for its scaled weight [O, I] in place of rounding to nearest; called when
-    the linear is written, so that only one is held. `input_amax`: the largest |input| to expect, for static scales.
+    `limits` [O, I/g] bounds the weights of a group (absent: its own amax). `round` gives an INT4 or FP8 linear's
+    (q [O, I], its scales) for its scaled weight [O, I] in place of rounding to nearest; called when the linear is
+    written, so that only one is held. `input_amax`: the largest |input| to expect, for static scales.
     """
 
     limits: Tensor | None = None

@@ -83,7 +83,7 @@ METHODS = {
     "awq_gptq": MethodRow(format="int4", measures=True, moments=True),
     "gptq": MethodRow(format="int4", measures=True, moments=True),
     "rtn": MethodRow(format="int4", measures=False),
-    "fp8": MethodRow(format="fp8", measures=True),
+    "fp8": MethodRow(format="fp8", measures=True, moments=True),
     "fp8_blocks": MethodRow(format="fp8_blocks", measures=False),
     "int8": MethodRow(format="int8", measures=False),
     "smoothquant": MethodRow(format="int8_sq", measures=True),

@@ -10,6 +10,10 @@ from pipeline.checkpoint.block_scales import dequantize
 from pipeline.checkpoint.tensors import RawTensor
 from pipeline.errors import QuantizationError
 from pipeline.quantization import fp8
+from pipeline.quantization.capture import Inputs
+from pipeline.quantization.moments import Moment
+from pipeline.quantization.problem import Problem
+from pipeline.quantization.rules import Linear
 
 
 def _weight(rows: int, columns: int, seed: int = 0) -> torch.Tensor:
@@ -73,3 +77,39 @@ def test_damaged_weights_are_named(value: float) -> None:
     for quantize in (fp8.quantize, fp8.quantize_blocks):
         with pytest.raises(QuantizationError, match=r"layers\.3 has NaN or infinite values"):
             quantize(weight, name="layers.3")
+
+
+def test_weights_are_rounded_so_that_outputs_are_near() -> None:
+    """GPTQ's compensation through the stored tensors, on inputs whose channels go together, as a model's do."""
+    generator = torch.Generator().manual_seed(5)
+    rows = torch.randn(512, 16, generator=generator) @ torch.randn(16, 96, generator=generator)
+    rows += 0.1 * torch.randn(512, 96, generator=generator)
+    weight = torch.randn(48, 96, generator=generator)
+    linear = Linear(name="x", role="mlp", layer=0, expert=None, shape=(48, 96), method="fp8", group=None)
+    inputs = Inputs(rows.abs().mean(0), rows.abs().amax(0), rows, 512)
+    h = rows.T @ rows / 512
+    problem = Problem(
+        name="x",
+        linears=(linear,),
+        read=lambda _: weight,
+        mean_abs=inputs.mean_abs,
+        max_abs=inputs.max_abs,
+        inputs={"x": inputs},
+        realise=lambda s: s,
+        scale_dtype=torch.float32,
+        clip=False,
+        moments={"x": Moment(key="x", make=lambda: h)},
+    )
+    choice = fp8.choose(problem)
+    treatment = choice.treatments["x"]
+    assert treatment.input_amax == float(rows.abs().max()) and treatment.round is not None
+    q, scale = treatment.round(weight)
+    assert q.dtype == torch.float8_e4m3fn and float(scale) == float(weight.abs().max() / 448)
+    nearest, _ = fp8.quantize(weight)
+    wanted = rows @ weight.T
+
+    def error(stored: torch.Tensor) -> float:
+        return float((rows @ (stored.float() * scale).T - wanted).square().sum())
+
+    assert error(q) < 0.5 * error(nearest)
+    assert choice.losses["x"].after < choice.losses["x"].before
