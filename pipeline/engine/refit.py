@@ -61,6 +61,10 @@ def refit_engine(folder: Path, checkpoint: Path, output: Path, progress: Progres
     FolderWorkspace(output, journal=output / ".journal").require(2 * wanted.nbytes + description.nbytes)
     trt = _load(description)
     logger = trt.Logger(trt.Logger.WARNING)
+    if description.spec.lowering.plugins():
+        from plugins.tensorrt_plugin import register_plugins
+
+        register_plugins(trt)  # an engine finds its plugins among those that are known when it is loaded
     engine = trt.Runtime(logger).deserialize_cuda_engine((folder / description.file).read_bytes())
     if engine is None:
         raise BuildError(f"{folder / description.file} cannot be loaded on this GPU", hint="TensorRT said why above")

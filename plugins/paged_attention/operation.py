@@ -12,177 +12,54 @@ Pools of type "int8" and "fp8" hold value / scale, as rope_paged_kv writes them.
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any, ClassVar
 
-from plugins.operation import (
-    POINTERS,
-    SCRATCH_ALIGNMENT,
-    Argument,
-    Input,
-    Kernel,
-    Launch,
-    Operation,
-    Output,
-    Result,
-    Scratch,
-    Shape,
-    Size,
-    bind,
-    divide_up,
-    power_of_two,
-)
+from plugins.operation import Argument, Input, Kernel, Launch, Operation, Output, Shape, Size
+from plugins.paged_attention.sizes import QUANTIZED, Sizes
 
-MODULE = "plugins.paged_attention.kernel"
-QUANTIZED = ("int8", "fp8")
 STEP_INPUTS = (("slot_ids", 1), ("pad_index", 2), ("block_tables", 2))
-# Programs to have under way before sequences are no longer split: two for each multiprocessor of an H100.
-PROGRAMS = 264
-FEWEST_KEYS, MOST_SPLITS = 256, 32  # of a split; of a sequence
-SMALLEST = 16  # size of a matrix product's tile, in any direction
-MOST_ROWS = 64
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class _Sizes:
-    """What the kernels of both operations are compiled for. value 0: the values are the keys' first `main` columns."""
+class _Paged(Operation):
+    """What both have in common. POOLS: the pools' names among the kernel's parameters."""
+
+    LOWERING: ClassVar[str] = "paged_attention"
+    POOLS: ClassVar[tuple[str, ...]]
 
     dtype: str
-    pool_dtype: str
     heads: int
-    kv_heads: int
-    main: int
-    extra: int
-    value: int
     block_size: int
     window: int
+    pool_dtype: str
 
-    @property
-    def value_size(self) -> int:
-        return self.value or self.main
+    def sizes(self) -> Sizes:
+        raise NotImplementedError
 
-    @property
-    def wide(self) -> bool:
-        """Whether tiles must be small for 99 KB of shared memory, and 255 registers, which SM89 and SM120 have."""
-        return self.main + self.extra > 256
+    def input_types(self) -> tuple[str, ...]:
+        scales = ("float32",) if self.pool_dtype in QUANTIZED else ()
+        return (self.dtype, *[self.pool_dtype] * len(self.POOLS), *["int32"] * len(STEP_INPUTS), *scales)
 
-    def rows(self, queries: int) -> int:
-        """Rows of a program's tile, for single tokens and for chunks."""
-        most = MOST_ROWS // 2 if self.wide or self.dtype == "float32" else MOST_ROWS
-        group = power_of_two(self.heads // self.kv_heads)
-        return min(most, max(SMALLEST, group if queries == 1 else most))
-
-    def splits(self, queries: int, sequences: int, width: int) -> int:
-        """Over how many programs a sequence's keys are split; only for single tokens, where there is nothing else to
-        divide."""
-        if queries > 1:
-            return 1
-        programs = divide_up(self.heads // self.kv_heads, self.rows(1)) * self.kv_heads * sequences
-        keys = min(width * self.block_size, self.window or width * self.block_size)
-        return max(1, min(PROGRAMS // programs, divide_up(keys, FEWEST_KEYS), MOST_SPLITS))
-
-    def variant(self, queries: int, split: bool) -> Kernel:
-        rows = self.rows(queries)
-        model, pool = POINTERS[self.dtype], POINTERS[self.pool_dtype]
-        quantized = self.pool_dtype in QUANTIZED
-        absent = [] if quantized else ["scales"]
-        absent += [] if self.value else ["v_pool"]
-        absent += ["output"] if split else ["partial", "stats"]
-        kinds = {
-            "query": model,
-            "k_pool": pool,
-            "v_pool": pool,
-            "slots": "*i32",
-            "pad": "*i32",
-            "tables": "*i32",
-            "scales": "*fp32",
-            "output": model,
-            "partial": "*fp32",
-            "stats": "*fp32",
-            **dict.fromkeys(("rows", "queries", "width", "splits"), "i32"),
-        }
-        constants: dict[str, Any] = {
-            "HEADS": self.heads,
-            "KV_HEADS": self.kv_heads,
-            "MAIN": self.main,
-            "MAIN_TILE": max(power_of_two(self.main), SMALLEST),
-            "EXTRA": self.extra,
-            "EXTRA_TILE": max(power_of_two(self.extra), SMALLEST),
-            "VALUE": self.value_size,
-            "VALUE_TILE": max(power_of_two(self.value_size), SMALLEST),
-            "LATENT": not self.value,
-            "BLOCK": self.block_size,
-            "WINDOW": self.window,
-            "ROWS": rows,
-            "KEYS": min(self.block_size, 32 if self.wide else 64),
-            "SPLIT": split,
-            "QUANTIZED": quantized,
-            **dict.fromkeys(absent),
-        }
-        return Kernel(
-            module=MODULE,
-            function="attend",
-            parameters=tuple((name, kind) for name, kind in kinds.items() if name not in absent),
-            constants=tuple(constants.items()),
-            warps=8 if rows > SMALLEST else 4,
-            stages=1 if self.dtype == "float32" else 2,
-        )
-
-    def combine(self) -> Kernel:
-        return Kernel(
-            module=MODULE,
-            function="combine",
-            parameters=(
-                *(("partial", "*fp32"), ("stats", "*fp32"), ("output", POINTERS[self.dtype])),
-                *(("rows", "i32"), ("splits", "i32")),
-            ),
-            constants=(
-                *(("HEADS", self.heads), ("VALUE", self.value_size)),
-                ("VALUE_TILE", power_of_two(self.value_size)),
-            ),
-            warps=2,
-        )
+    def outputs(self) -> tuple[Output, ...]:
+        return (Output(shape=(Size(0, 0), self.heads, self.sizes().value_size), dtype=self.dtype),)
 
     def kernels(self) -> tuple[Kernel, ...]:
-        variants = (self.variant(1, False), self.variant(1, True), self.variant(2, False), self.combine())
-        return tuple(dict.fromkeys(variants))
+        return self.sizes().kernels()
 
-    def part_bytes(self, rows: int, splits: int) -> tuple[int, int]:
-        """Of the splits' sums, and of their maxima and totals."""
-        parts = rows * self.heads * splits
-        return divide_up(4 * parts * self.value_size, SCRATCH_ALIGNMENT) * SCRATCH_ALIGNMENT, 8 * parts
+    def scratch_bytes(self, shapes: Sequence[Shape]) -> int:
+        return self.sizes().scratch_bytes()
 
-    def scratch_bytes(self) -> int:
-        """For any step: only single tokens are split, and only into so many parts that PROGRAMS are not exceeded by
-        more than one per sequence; then there are at most PROGRAMS tiles."""
-        return sum(self.part_bytes(1, 1)) * divide_up(PROGRAMS * self.rows(1), self.heads)
-
-    def launches(self, rows: int, pad: Shape, tables: Shape, inputs: Mapping[str, Argument]) -> tuple[Launch, ...]:
-        (sequences, queries), width = pad, tables[1]
-        if not rows * sequences * queries:
-            return ()
-        splits = self.splits(queries, sequences, width)
-        kernel = self.variant(queries, splits > 1)
-        tiles = divide_up(queries * self.heads // self.kv_heads, self.rows(queries))
-        parts: dict[str, Argument] = {"partial": Scratch(0), "stats": Scratch(self.part_bytes(rows, splits)[0])}
-        given: dict[str, Argument] = {
-            **inputs,
-            **(parts if splits > 1 else {"output": Result(0)}),
-            "rows": rows,
-            "queries": queries,
-            "width": width,
-            "splits": splits,
-        }
-        launched = bind(kernel, (tiles, self.kv_heads, sequences * splits), given)
-        if splits == 1:
-            return launched
-        last: dict[str, Argument] = {**parts, "output": Result(0), "rows": rows, "splits": splits}
-        return launched + bind(self.combine(), (rows, self.heads, 1), last)
+    def launches(self, shapes: Sequence[Shape]) -> tuple[Launch, ...]:
+        names = ("query", *self.POOLS, "slots", "pad", "tables", "scales")[: len(self.input_types())]
+        inputs: dict[str, Argument] = {name: Input(index) for index, name in enumerate(names)}
+        pad, tables = (shapes[names.index(name)] for name in ("pad", "tables"))
+        return self.sizes().launches(shapes[0][0], pad, tables, inputs)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class PagedAttention(Operation):
+class PagedAttention(_Paged):
     """softmax(query kᵀ) v, of grouped heads: query head i reads key head i * kv_heads // heads.
 
     in: query [T, heads, head_size] dtype; k_pool, v_pool [NB, kv_heads, block_size, head_size] pool_dtype; slot_ids
@@ -191,22 +68,17 @@ class PagedAttention(Operation):
     """
 
     NAME: ClassVar[str] = "paged_attention"
-    LOWERING: ClassVar[str] = "paged_attention"
+    POOLS: ClassVar[tuple[str, ...]] = ("k_pool", "v_pool")
     INPUTS: ClassVar[tuple[tuple[str, int], ...]] = (
         *(("query", 3), ("k_pool", 4), ("v_pool", 4)),
         *(*STEP_INPUTS, ("scales?", 2)),
     )
 
-    dtype: str
-    heads: int
     kv_heads: int
     head_size: int
-    block_size: int
-    window: int
-    pool_dtype: str
 
-    def sizes(self) -> _Sizes:
-        return _Sizes(
+    def sizes(self) -> Sizes:
+        return Sizes(
             dtype=self.dtype,
             pool_dtype=self.pool_dtype,
             heads=self.heads,
@@ -218,24 +90,6 @@ class PagedAttention(Operation):
             window=self.window,
         )
 
-    def input_types(self) -> tuple[str, ...]:
-        scales = ("float32",) if self.pool_dtype in QUANTIZED else ()
-        return (self.dtype, self.pool_dtype, self.pool_dtype, *["int32"] * 3, *scales)
-
-    def outputs(self) -> tuple[Output, ...]:
-        return (Output(shape=(Size(0, 0), self.heads, self.head_size), dtype=self.dtype),)
-
-    def kernels(self) -> tuple[Kernel, ...]:
-        return self.sizes().kernels()
-
-    def scratch_bytes(self, shapes: Sequence[Shape]) -> int:
-        return self.sizes().scratch_bytes()
-
-    def launches(self, shapes: Sequence[Shape]) -> tuple[Launch, ...]:
-        names = ("query", "k_pool", "v_pool", "slots", "pad", "tables", "scales")[: len(self.input_types())]
-        inputs: dict[str, Argument] = {name: Input(index) for index, name in enumerate(names)}
-        return self.sizes().launches(shapes[0][0], shapes[4], shapes[5], inputs)
-
     def compute(self, *inputs: Any) -> tuple[Any, ...]:
         from plugins.paged_attention.reference import attend
 
@@ -243,7 +97,7 @@ class PagedAttention(Operation):
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class PagedLatentAttention(Operation):
+class PagedLatentAttention(_Paged):
     """softmax(query poolᵀ) content, of absorbed MLA: one row per token is the key of all heads, and its first `rank`
     columns the value.
 
@@ -253,19 +107,14 @@ class PagedLatentAttention(Operation):
     """
 
     NAME: ClassVar[str] = "paged_latent_attention"
-    LOWERING: ClassVar[str] = "paged_attention"
+    POOLS: ClassVar[tuple[str, ...]] = ("k_pool",)
     INPUTS: ClassVar[tuple[tuple[str, int], ...]] = (("query", 3), ("pool", 4), *STEP_INPUTS, ("scales?", 1))
 
-    dtype: str
-    heads: int
     rank: int
     rotary_size: int
-    block_size: int
-    window: int
-    pool_dtype: str
 
-    def sizes(self) -> _Sizes:
-        return _Sizes(
+    def sizes(self) -> Sizes:
+        return Sizes(
             dtype=self.dtype,
             pool_dtype=self.pool_dtype,
             heads=self.heads,
@@ -276,24 +125,6 @@ class PagedLatentAttention(Operation):
             block_size=self.block_size,
             window=self.window,
         )
-
-    def input_types(self) -> tuple[str, ...]:
-        scales = ("float32",) if self.pool_dtype in QUANTIZED else ()
-        return (self.dtype, self.pool_dtype, *["int32"] * 3, *scales)
-
-    def outputs(self) -> tuple[Output, ...]:
-        return (Output(shape=(Size(0, 0), self.heads, self.rank), dtype=self.dtype),)
-
-    def kernels(self) -> tuple[Kernel, ...]:
-        return self.sizes().kernels()
-
-    def scratch_bytes(self, shapes: Sequence[Shape]) -> int:
-        return self.sizes().scratch_bytes()
-
-    def launches(self, shapes: Sequence[Shape]) -> tuple[Launch, ...]:
-        names = ("query", "k_pool", "slots", "pad", "tables", "scales")[: len(self.input_types())]
-        inputs: dict[str, Argument] = {name: Input(index) for index, name in enumerate(names)}
-        return self.sizes().launches(shapes[0][0], shapes[3], shapes[4], inputs)
 
     def compute(self, *inputs: Any) -> tuple[Any, ...]:
         from plugins.paged_attention.reference import attend_latent

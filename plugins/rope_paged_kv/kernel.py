@@ -85,7 +85,7 @@ def load_turns(cos, sin, positions, row, ROTARY: tl.constexpr, HALF: tl.constexp
 
 @triton.jit
 def write_heads(
-    qkv, cos, sin, positions, slots, unpad, tables, scales, query, k_pool, v_pool, queries, width, factor,
+    qkv, cos, sin, positions, slots, unpad, tables, scales, query, k_pool, v_pool, rows, queries, width, factor,
     STRIDE: tl.constexpr, HEADS: tl.constexpr, KV_HEADS: tl.constexpr, SIZE: tl.constexpr,
     ROTARY: tl.constexpr, HALF: tl.constexpr, PAIRS: tl.constexpr, REST: tl.constexpr, TILE: tl.constexpr,
     BLOCK: tl.constexpr, TAKE: tl.constexpr, STORAGE: tl.constexpr,

@@ -44,7 +44,96 @@ def _take(heads: int, width: int) -> int:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class RopePagedKv(Operation):
+class _Rope(Operation):
+    """What both have in common. DATA: names of the inputs before the tables, which are the kernel's first parameters.
+    POOLS: those of the pools, its last ones."""
+
+    LOWERING: ClassVar[str] = "rope_paged_kv"
+    DATA: ClassVar[tuple[str, ...]]
+    POOLS: ClassVar[tuple[str, ...]]
+    FUNCTION: ClassVar[str]
+
+    dtype: str
+    heads: int
+    rotary_size: int
+    interleaved: bool
+    scale: float
+    block_size: int
+    pool_dtype: str
+
+    def sizes(self) -> dict[str, Any]:
+        """The kernel's own constants."""
+        raise NotImplementedError
+
+    def groups(self, take: int) -> int:
+        """Programs of one row, of so many heads each."""
+        raise NotImplementedError
+
+    def pool_shape(self) -> tuple[int, ...]:
+        raise NotImplementedError
+
+    def query_width(self) -> int:
+        raise NotImplementedError
+
+    @property
+    def names(self) -> tuple[str, ...]:
+        """The inputs, as the kernel calls them; pad_index only says how long the longest chunk is."""
+        scales = ("scales",) if self.pool_dtype in STORAGE else ()
+        return (*self.DATA, "cos", "sin", "positions", "slots", "unpad", "pad", "tables", *self.POOLS, *scales)
+
+    def input_types(self) -> tuple[str, ...]:
+        scales = ("float32",) if self.pool_dtype in STORAGE else ()
+        step, pools = ["int32"] * len(STEP_INPUTS), [self.pool_dtype] * len(self.POOLS)
+        return (*[self.dtype] * len(self.DATA), "float32", "float32", *step, *pools, *scales)
+
+    def outputs(self) -> tuple[Output, ...]:
+        places = [self.names.index(name) for name in self.POOLS]
+        return (
+            Output(shape=(Size(0, 0), self.heads, self.query_width()), dtype=self.dtype),
+            *(Output(shape=(Size(i, 0), *self.pool_shape()), dtype=self.pool_dtype, updates=i) for i in places),
+        )
+
+    def kernels(self) -> tuple[Kernel, ...]:
+        sizes = self.sizes()
+        constants = {
+            **sizes,
+            "HEADS": self.heads,
+            "TILE": power_of_two(sizes.get("RANK") or sizes["SIZE"]),
+            "ROTARY": self.rotary_size,
+            "HALF": power_of_two(self.rotary_size // 2),
+            "PAIRS": self.interleaved,
+            "BLOCK": self.block_size,
+            "TAKE": _take(self.heads, sizes.get("RANK") or sizes["SIZE"]),
+            "STORAGE": STORAGE.get(self.pool_dtype, 0),
+            **({} if self.pool_dtype in STORAGE else {"scales": None}),
+        }
+        memory = dict(zip(self.names, self.input_types(), strict=True)) | {"query": self.dtype}
+        order = (*self.DATA, "cos", "sin", *STEP, "scales", "query", *self.POOLS)
+        return (
+            Kernel(
+                module=MODULE,
+                function=self.FUNCTION,
+                parameters=(
+                    *((name, POINTERS[memory[name]]) for name in order if name in memory),
+                    *(("rows", "i32"), ("queries", "i32"), ("width", "i32"), ("factor", "fp32")),
+                ),
+                constants=tuple(constants.items()),
+                warps=4,
+            ),
+        )
+
+    def launches(self, shapes: Sequence[Shape]) -> tuple[Launch, ...]:
+        (kernel,) = self.kernels()
+        rows, names = shapes[0][0], self.names
+        arguments: dict[str, Argument] = {name: Input(i) for i, name in enumerate(names) if name != "pad"}
+        arguments |= {name: Result(i) for i, name in enumerate(("query", *self.POOLS))}
+        queries, width = shapes[names.index("pad")][1], shapes[names.index("tables")][1]
+        arguments |= {"rows": rows, "queries": queries, "width": width, "factor": self.scale}
+        return bind(kernel, (rows, self.groups(dict(kernel.constants)["TAKE"]), 1), arguments)
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class RopePagedKv(_Rope):
     """Llama's and Qwen2's: query = rotate(q) * scale; k_pool and v_pool take rotate(k) and v.
 
     in: qkv [T, (heads + 2 kv_heads) * head_size] dtype, q | k | v; cos, sin [P, rotary_size / 2] fp32, with the
@@ -57,83 +146,34 @@ class RopePagedKv(Operation):
     """
 
     NAME: ClassVar[str] = "rope_paged_kv"
-    LOWERING: ClassVar[str] = "rope_paged_kv"
+    FUNCTION: ClassVar[str] = "write_heads"
+    DATA: ClassVar[tuple[str, ...]] = ("qkv",)
+    POOLS: ClassVar[tuple[str, ...]] = ("k_pool", "v_pool")
     INPUTS: ClassVar[tuple[tuple[str, int], ...]] = (
         *(("qkv", 2), ("cos", 2), ("sin", 2), *STEP_INPUTS),
         *(("k_pool", 4), ("v_pool", 4), ("scales?", 2)),
     )
 
-    dtype: str
-    heads: int
     kv_heads: int
     head_size: int
-    rotary_size: int
-    interleaved: bool
-    scale: float
-    block_size: int
-    pool_dtype: str
 
-    def input_types(self) -> tuple[str, ...]:
-        scales = ("float32",) if self.pool_dtype in STORAGE else ()
-        return (self.dtype, "float32", "float32", *["int32"] * 5, self.pool_dtype, self.pool_dtype, *scales)
+    def query_width(self) -> int:
+        return self.head_size
 
-    def outputs(self) -> tuple[Output, ...]:
-        pool = (self.kv_heads, self.block_size, self.head_size)
-        return (
-            Output(shape=(Size(0, 0), self.heads, self.head_size), dtype=self.dtype),
-            Output(shape=(Size(8, 0), *pool), dtype=self.pool_dtype, updates=8),
-            Output(shape=(Size(9, 0), *pool), dtype=self.pool_dtype, updates=9),
-        )
+    def pool_shape(self) -> tuple[int, ...]:
+        return (self.kv_heads, self.block_size, self.head_size)
 
-    def kernels(self) -> tuple[Kernel, ...]:
-        model, pool = POINTERS[self.dtype], POINTERS[self.pool_dtype]
-        scales = [("scales", "*fp32")] if self.pool_dtype in STORAGE else []
+    def groups(self, take: int) -> int:
+        return divide_up(self.heads, take) + 2 * divide_up(self.kv_heads, take)
+
+    def sizes(self) -> dict[str, Any]:
         rest = self.head_size - self.rotary_size
-        constants: dict[str, Any] = {
+        return {
             "STRIDE": (self.heads + 2 * self.kv_heads) * self.head_size,
-            "HEADS": self.heads,
             "KV_HEADS": self.kv_heads,
             "SIZE": self.head_size,
-            "ROTARY": self.rotary_size,
-            "HALF": power_of_two(self.rotary_size // 2),
-            "PAIRS": self.interleaved,
             "REST": power_of_two(rest) if rest else 1,
-            "TILE": power_of_two(self.head_size),
-            "BLOCK": self.block_size,
-            "TAKE": _take(self.heads, self.head_size),
-            "STORAGE": STORAGE.get(self.pool_dtype, 0),
-            **({} if scales else {"scales": None}),
         }
-        return (
-            Kernel(
-                module=MODULE,
-                function="write_heads",
-                parameters=(
-                    *(("qkv", model), ("cos", "*fp32"), ("sin", "*fp32"), *((name, "*i32") for name in STEP)),
-                    *(*scales, ("query", model), ("k_pool", pool), ("v_pool", pool)),
-                    *(("queries", "i32"), ("width", "i32"), ("factor", "fp32")),
-                ),
-                constants=tuple(constants.items()),
-                warps=4,
-            ),
-        )
-
-    def launches(self, shapes: Sequence[Shape]) -> tuple[Launch, ...]:
-        (kernel,) = self.kernels()
-        take = dict(kernel.constants)["TAKE"]
-        groups = divide_up(self.heads, take) + 2 * divide_up(self.kv_heads, take)
-        arguments: dict[str, Argument] = {
-            **{name: Input(index) for index, name in enumerate(("qkv", "cos", "sin", *STEP[:3]))},
-            "tables": Input(7),
-            **({"scales": Input(10)} if self.pool_dtype in STORAGE else {}),
-            "query": Result(0),
-            "k_pool": Result(1),
-            "v_pool": Result(2),
-            "queries": shapes[6][1],
-            "width": shapes[7][1],
-            "factor": self.scale,
-        }
-        return bind(kernel, (shapes[0][0], groups, 1), arguments)
 
     def compute(self, *inputs: Any) -> tuple[Any, ...]:
         from plugins.rope_paged_kv.reference import rotate_and_append
@@ -142,7 +182,7 @@ class RopePagedKv(Operation):
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class RopePagedLatent(Operation):
+class RopePagedLatent(_Rope):
     """DeepSeek's absorbed MLA: query = [absorbed | rotate(q's last part)] * scale; the pool takes
     [content | rotate(key)].
 
@@ -158,81 +198,28 @@ class RopePagedLatent(Operation):
     """
 
     NAME: ClassVar[str] = "rope_paged_latent"
-    LOWERING: ClassVar[str] = "rope_paged_kv"
+    FUNCTION: ClassVar[str] = "write_latent"
+    DATA: ClassVar[tuple[str, ...]] = ("q", "absorbed", "content", "compressed")
+    POOLS: ClassVar[tuple[str, ...]] = ("pool",)
     INPUTS: ClassVar[tuple[tuple[str, int], ...]] = (
         *(("q", 2), ("absorbed", 3), ("content", 2), ("compressed", 2), ("cos", 2), ("sin", 2)),
         *(*STEP_INPUTS, ("pool", 4), ("scales?", 1)),
     )
 
-    dtype: str
-    heads: int
     q_size: int
     rank: int
-    rotary_size: int
-    interleaved: bool
-    scale: float
-    block_size: int
-    pool_dtype: str
 
-    def input_types(self) -> tuple[str, ...]:
-        scales = ("float32",) if self.pool_dtype in STORAGE else ()
-        return (*[self.dtype] * 4, "float32", "float32", *["int32"] * 5, self.pool_dtype, *scales)
+    def query_width(self) -> int:
+        return self.rank + self.rotary_size
 
-    def outputs(self) -> tuple[Output, ...]:
-        width = self.rank + self.rotary_size
-        return (
-            Output(shape=(Size(0, 0), self.heads, width), dtype=self.dtype),
-            Output(shape=(Size(11, 0), 1, self.block_size, width), dtype=self.pool_dtype, updates=11),
-        )
+    def pool_shape(self) -> tuple[int, ...]:
+        return (1, self.block_size, self.query_width())
 
-    def kernels(self) -> tuple[Kernel, ...]:
-        model, pool = POINTERS[self.dtype], POINTERS[self.pool_dtype]
-        scales = [("scales", "*fp32")] if self.pool_dtype in STORAGE else []
-        constants: dict[str, Any] = {
-            "HEADS": self.heads,
-            "Q_SIZE": self.q_size,
-            "Q_SKIP": self.q_size - self.rotary_size,
-            "RANK": self.rank,
-            "TILE": power_of_two(self.rank),
-            "ROTARY": self.rotary_size,
-            "HALF": power_of_two(self.rotary_size // 2),
-            "PAIRS": self.interleaved,
-            "BLOCK": self.block_size,
-            "TAKE": _take(self.heads, self.rank),
-            "STORAGE": STORAGE.get(self.pool_dtype, 0),
-            **({} if scales else {"scales": None}),
-        }
-        return (
-            Kernel(
-                module=MODULE,
-                function="write_latent",
-                parameters=(
-                    *((name, model) for name in ("q", "absorbed", "content", "compressed")),
-                    *(("cos", "*fp32"), ("sin", "*fp32"), *((name, "*i32") for name in STEP)),
-                    *(*scales, ("query", model), ("pool", pool)),
-                    *(("rows", "i32"), ("queries", "i32"), ("width", "i32"), ("factor", "fp32")),
-                ),
-                constants=tuple(constants.items()),
-                warps=4,
-            ),
-        )
+    def groups(self, take: int) -> int:
+        return divide_up(self.heads, take) + 1
 
-    def launches(self, shapes: Sequence[Shape]) -> tuple[Launch, ...]:
-        (kernel,) = self.kernels()
-        groups = divide_up(self.heads, dict(kernel.constants)["TAKE"]) + 1
-        names = ("q", "absorbed", "content", "compressed", "cos", "sin", *STEP[:3])
-        arguments: dict[str, Argument] = {
-            **{name: Input(index) for index, name in enumerate(names)},
-            "tables": Input(10),
-            **({"scales": Input(12)} if self.pool_dtype in STORAGE else {}),
-            "query": Result(0),
-            "pool": Result(1),
-            "rows": shapes[0][0],
-            "queries": shapes[9][1],
-            "width": shapes[10][1],
-            "factor": self.scale,
-        }
-        return bind(kernel, (shapes[0][0], groups, 1), arguments)
+    def sizes(self) -> dict[str, Any]:
+        return {"Q_SIZE": self.q_size, "Q_SKIP": self.q_size - self.rotary_size, "RANK": self.rank}
 
     def compute(self, *inputs: Any) -> tuple[Any, ...]:
         from plugins.rope_paged_kv.reference import rotate_and_append_latent

@@ -96,7 +96,7 @@ def test_a_plan_becomes_launches(monkeypatch: pytest.MonkeyPatch) -> None:
     shapes = [(4, 40), (64, 4), (64, 4), (4,), (4,), (4,), (2, 3), (2, 5), (9, 1, 16, 8), (9, 1, 16, 8)]
     run_launches(HEADS, carried, shapes, [*range(100, 110)], [200, 201, 202], 300, 7)
     assert cuda.launched["numbers"] == [4, 3, 1, 128, 1, 1, 1024]
-    assert cuda.launched["words"][:12] == [100, 101, 102, 103, 104, 105, 107, 200, 201, 202, 3, 5]
+    assert cuda.launched["words"][:12] == [100, 101, 102, 103, 104, 105, 107, 200, 201, 202, 4, 3]
     assert Scratch(16).offset == 16
 
 

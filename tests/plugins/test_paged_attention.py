@@ -11,7 +11,8 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from plugins.operation import Operation
-from plugins.paged_attention.operation import PROGRAMS, QUANTIZED, PagedAttention, PagedLatentAttention
+from plugins.paged_attention.operation import PagedAttention, PagedLatentAttention
+from plugins.paged_attention.sizes import PROGRAMS, QUANTIZED
 from plugins.simulator import Simulator
 from tests.plugins.steps import EXAMPLES, Step, make_step, spans
 

@@ -1,0 +1,166 @@
+"""The kernels of both operations for one set of sizes: their variants, and what a step of some shape launches."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass
+from typing import Any
+
+from plugins.operation import (
+    POINTERS,
+    SCRATCH_ALIGNMENT,
+    Argument,
+    Kernel,
+    Launch,
+    Result,
+    Scratch,
+    Shape,
+    bind,
+    divide_up,
+    power_of_two,
+)
+
+MODULE = "plugins.paged_attention.kernel"
+QUANTIZED = ("int8", "fp8")
+# Programs to have under way before sequences are no longer split: two for each multiprocessor of an H100.
+PROGRAMS = 264
+FEWEST_KEYS, MOST_SPLITS = 256, 32  # of a split; of a sequence
+SMALLEST = 16  # size of a matrix product's tile, in any direction
+MOST_ROWS = 64
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Sizes:
+    """What the kernels of both operations are compiled for. value 0: the values are the keys' first `main` columns."""
+
+    dtype: str
+    pool_dtype: str
+    heads: int
+    kv_heads: int
+    main: int
+    extra: int
+    value: int
+    block_size: int
+    window: int
+
+    @property
+    def value_size(self) -> int:
+        return self.value or self.main
+
+    @property
+    def wide(self) -> bool:
+        """Whether tiles must be small for 99 KB of shared memory, and 255 registers, which SM89 and SM120 have."""
+        return self.main + self.extra > 256
+
+    def rows(self, queries: int) -> int:
+        """Rows of a program's tile, for single tokens and for chunks."""
+        most = MOST_ROWS // 2 if self.wide or self.dtype == "float32" else MOST_ROWS
+        group = power_of_two(self.heads // self.kv_heads)
+        return min(most, max(SMALLEST, group if queries == 1 else most))
+
+    def splits(self, queries: int, sequences: int, width: int) -> int:
+        """Over how many programs a sequence's keys are split; only for single tokens, where there is nothing else to
+        divide."""
+        if queries > 1:
+            return 1
+        programs = divide_up(self.heads // self.kv_heads, self.rows(1)) * self.kv_heads * sequences
+        keys = min(width * self.block_size, self.window or width * self.block_size)
+        return max(1, min(PROGRAMS // programs, divide_up(keys, FEWEST_KEYS), MOST_SPLITS))
+
+    def variant(self, queries: int, split: bool) -> Kernel:
+        rows = self.rows(queries)
+        model, pool = POINTERS[self.dtype], POINTERS[self.pool_dtype]
+        quantized = self.pool_dtype in QUANTIZED
+        absent = [] if quantized else ["scales"]
+        absent += [] if self.value else ["v_pool"]
+        absent += ["output"] if split else ["partial", "stats"]
+        kinds = {
+            "query": model,
+            "k_pool": pool,
+            "v_pool": pool,
+            "slots": "*i32",
+            "pad": "*i32",
+            "tables": "*i32",
+            "scales": "*fp32",
+            "output": model,
+            "partial": "*fp32",
+            "stats": "*fp32",
+            **dict.fromkeys(("rows", "queries", "width", "splits"), "i32"),
+        }
+        constants: dict[str, Any] = {
+            "HEADS": self.heads,
+            "KV_HEADS": self.kv_heads,
+            "MAIN": self.main,
+            "MAIN_TILE": max(power_of_two(self.main), SMALLEST),
+            "EXTRA": self.extra,
+            "EXTRA_TILE": max(power_of_two(self.extra), SMALLEST),
+            "VALUE": self.value_size,
+            "VALUE_TILE": max(power_of_two(self.value_size), SMALLEST),
+            "LATENT": not self.value,
+            "BLOCK": self.block_size,
+            "WINDOW": self.window,
+            "ROWS": rows,
+            "KEYS": min(self.block_size, 32 if self.wide else 64),
+            "SPLIT": split,
+            "QUANTIZED": quantized,
+            **dict.fromkeys(absent),
+        }
+        return Kernel(
+            module=MODULE,
+            function="attend",
+            parameters=tuple((name, kind) for name, kind in kinds.items() if name not in absent),
+            constants=tuple(constants.items()),
+            warps=8 if rows > SMALLEST else 4,
+            stages=1 if self.dtype == "float32" else 2,
+        )
+
+    def combine(self) -> Kernel:
+        return Kernel(
+            module=MODULE,
+            function="combine",
+            parameters=(
+                *(("partial", "*fp32"), ("stats", "*fp32"), ("output", POINTERS[self.dtype])),
+                *(("rows", "i32"), ("splits", "i32")),
+            ),
+            constants=(
+                *(("HEADS", self.heads), ("VALUE", self.value_size)),
+                ("VALUE_TILE", power_of_two(self.value_size)),
+            ),
+            warps=2,
+        )
+
+    def kernels(self) -> tuple[Kernel, ...]:
+        variants = (self.variant(1, False), self.variant(1, True), self.variant(2, False), self.combine())
+        return tuple(dict.fromkeys(variants))
+
+    def part_bytes(self, rows: int, splits: int) -> tuple[int, int]:
+        """Of the splits' sums, and of their maxima and totals."""
+        parts = rows * self.heads * splits
+        return divide_up(4 * parts * self.value_size, SCRATCH_ALIGNMENT) * SCRATCH_ALIGNMENT, 8 * parts
+
+    def scratch_bytes(self) -> int:
+        """For any step: only single tokens are split, and only into so many parts that PROGRAMS are not exceeded by
+        more than one per sequence; then there are at most PROGRAMS tiles."""
+        return sum(self.part_bytes(1, 1)) * divide_up(PROGRAMS * self.rows(1), self.heads)
+
+    def launches(self, rows: int, pad: Shape, tables: Shape, inputs: Mapping[str, Argument]) -> tuple[Launch, ...]:
+        (sequences, queries), width = pad, tables[1]
+        if not rows * sequences * queries:
+            return ()
+        splits = self.splits(queries, sequences, width)
+        kernel = self.variant(queries, splits > 1)
+        tiles = divide_up(queries * self.heads // self.kv_heads, self.rows(queries))
+        parts: dict[str, Argument] = {"partial": Scratch(0), "stats": Scratch(self.part_bytes(rows, splits)[0])}
+        given: dict[str, Argument] = {
+            **inputs,
+            **(parts if splits > 1 else {"output": Result(0)}),
+            "rows": rows,
+            "queries": queries,
+            "width": width,
+            "splits": splits,
+        }
+        launched = bind(kernel, (tiles, self.kv_heads, sequences * splits), given)
+        if splits == 1:
+            return launched
+        last: dict[str, Argument] = {**parts, "output": Result(0), "rows": rows, "splits": splits}
+        return launched + bind(self.combine(), (rows, self.heads, 1), last)
