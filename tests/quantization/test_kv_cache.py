@@ -12,9 +12,9 @@ from transformers import AutoModelForCausalLM, DynamicCache
 
 from pipeline.checkpoint.convert import convert_checkpoint
 from pipeline.checkpoint.folder import CheckpointFolder
+from pipeline.quantization.calibration import sample_pieces
 from pipeline.quantization.kv_cache import cache_step
 from pipeline.quantization.quantize import quantize_checkpoint
-from pipeline.quantization.text import sample_tokens
 from pipeline.workspace import FolderWorkspace
 from tests import fixtures
 from tests.quantization.support import CalibrationSettings, Settings
@@ -31,26 +31,22 @@ def _workspace(path: Path) -> FolderWorkspace:
     [(fixtures.llama, "fp8", "FP8"), (fixtures.deepseek_v3, "int8", "INT8"), (fixtures.deepseek_v2, "fp8", "FP8")],
 )
 def test_each_layers_scale_is_of_what_its_cache_holds(
-    write: Callable[..., Path], kind: str, algo: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+    write: Callable[..., Path], kind: str, algo: str, tmp_path: Path
 ) -> None:
     hub = write(tmp_path / "hf", dtype="float32", tokenizer=True, num_hidden_layers=2)
     text = tmp_path / "text.txt"
     text.write_text("".join(f"def f{i}(x):\n    return {i * 7919 % 1000} * x\n" for i in range(400)))
     convert_checkpoint(CheckpointFolder.open(hub), _workspace(tmp_path / "engine"), dtype=None, overflow="refuse")
-    seen: list[torch.Tensor] = []
-    monkeypatch.setattr(
-        "pipeline.quantization.quantize.sample_tokens",
-        lambda *args, **options: seen.append(sample_tokens(*args, **options)) or seen[-1],
-    )
     settings = Settings(
         method="rtn", kv_cache=kind, calibration=CalibrationSettings(files=(text,), samples=6, length=24)
     )
-    quantize_checkpoint(CheckpointFolder.open(tmp_path / "engine"), _workspace(tmp_path / "out"), settings=settings)
+    source = CheckpointFolder.open(tmp_path / "engine")
+    quantize_checkpoint(source, _workspace(tmp_path / "out"), settings=settings)
     found = CheckpointFolder.open(tmp_path / "out")
     model = AutoModelForCausalLM.from_pretrained(hub, dtype=torch.float32, attn_implementation="eager").eval()
     cache = DynamicCache()
     with torch.inference_mode():
-        model(seen[0], cache=cache, use_cache=True)
+        model(sample_pieces(source, (text,), samples=6, length=24, seed=0), cache=cache, use_cache=True)
     for layer in range(2):
         held = cache.layers[layer]
         amax = max(float(held.keys.abs().max()), float(held.values.abs().max()))
