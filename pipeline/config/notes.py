@@ -60,6 +60,16 @@ def _note_stripped(case: Case) -> str | None:
     return "the engine is built without weights: `trtseek refit` brings them on the GPU host, before it is served"
 
 
+def _note_plugins(case: Case) -> str | None:
+    plugins = [name for name, lowering in case.build.lowering.model_dump().items() if lowering == "plugin"]
+    if not plugins:
+        return None
+    return (
+        f"{', '.join(plugins)}: engine.json says whether these plugins' kernels have passed on an SM{case.gpu.sm}; the "
+        "plan counts the workspace of TensorRT's own layers, which is larger where attention is a plugin"
+    )
+
+
 def _note_unsolved(case: Case) -> str | None:
     q = case.quantize
     if not q.recipe.auto:
@@ -76,6 +86,7 @@ NOTES: tuple[Rule, ...] = (
     Rule("fp8_saves_memory", "stages.convert.dtype", _note_fp8_blocks, ""),
     Rule("made_blocks_save_memory", "stages.quantize.method", _note_made_blocks, ""),
     Rule("cache_stays_wide", "stages.quantize.kv_cache", _note_cache_scales, ""),
+    Rule("plugins_are_new", "stages.build.lowering", _note_plugins, ""),
     Rule("recipe_comes_later", "stages.quantize.recipe", _note_unsolved, ""),
     Rule("smaller_groups", "stages.quantize.group_size", _note_smaller_groups, ""),
 )

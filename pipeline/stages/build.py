@@ -19,7 +19,12 @@ LOG = "build.log"
 
 
 def _parameters(config: Config) -> Mapping[str, Any]:
-    return config.stages.build.model_dump(mode="json")
+    """With the kernels of its plugins, which go into the engine: an edited one is another engine."""
+    from plugins.passed import digest_source
+
+    parameters = config.stages.build.model_dump(mode="json")
+    plugins = [name for name, lowering in parameters["lowering"].items() if lowering == "plugin"]
+    return {**parameters, "kernels": {name: digest_source(f"plugins.{name}.kernel") for name in plugins}}
 
 
 def _target(config: Config) -> Any:
@@ -62,7 +67,7 @@ STAGE = Stage(
     run=_run,
     inputs=("convert", "quantize", "verify"),
     parameters=_parameters,
-    libraries=("tensorrt_rtx", "tensorrt"),
+    libraries=("tensorrt_rtx", "tensorrt", "triton"),
     target=_target,
     reproducible=False,
 )

@@ -189,6 +189,12 @@ SETTINGS = [
         {"stages.build.generation": ({"batch": 2, "length": 1024}, {"batch": 1, "length": 4096})},
         "no generation profile reaches max_seq_len 4096",
     ),
+    (
+        "plugins_are_new",
+        {"stages.build.lowering": {"paged_attention": "plugin"}},
+        {},
+        "paged_attention: engine.json says whether these plugins' kernels have passed on an SM80",
+    ),
     ("weights_come_later", {"stages.build.weights": "stripped"}, {}, "`trtseek refit` brings them"),
     ("one_gpu", {"target.parallel": {"tensor": 2}}, {}, "come later"),
     (
