@@ -59,7 +59,7 @@ class TritonServer:
         self.prefix = f"{PREFIX}_{os.getpid()}_{secrets.token_hex(4)}_"
         self.pid: int | None = None
         self._keeper: subprocess.Popen[str] | None = None
-        self._folder = Path()
+        self._folder: Path | None = None  # made by start; there is nothing to remove before
         self._log_start = 0  # where this start's lines begin: the log may be that of many
 
     def start(self, deadline: float) -> None:
@@ -68,7 +68,7 @@ class TritonServer:
         remove_stale_memory()
         self._folder = Path(tempfile.mkdtemp(prefix="trtseek-triton-"))
         try:
-            self.installation.link_backends(self._folder / "backends", *self.backends)
+            self.installation.link_backends(self._backends, *self.backends)
             mirror(self.repository, self._models)
             if (artifacts := self.repository.parent / ARTIFACTS).is_dir():  # which the models name by relative paths
                 (self._models.parent / ARTIFACTS).symlink_to(artifacts.resolve(), target_is_directory=True)
@@ -96,7 +96,9 @@ class TritonServer:
             keeper.stdout.close()
             keeper.wait()
             status = int(answer) if answer else None
-        shutil.rmtree(self._folder, ignore_errors=True)
+        if self._folder is not None:
+            shutil.rmtree(self._folder, ignore_errors=True)
+            self._folder = None
         self.pid = None
         return status
 
@@ -133,7 +135,7 @@ class TritonServer:
             "log": str(self.log),
             "grace": self._patience,
             "shared_memory_prefix": self.prefix,
-            "folder": str(self._folder),
+            "folder": str(self._place),
         }
         self._keeper = subprocess.Popen(
             [sys.executable, keeper.__file__],
@@ -157,7 +159,7 @@ class TritonServer:
         command = [
             str(self.installation.binary),
             f"--model-repository={self._models}",
-            f"--backend-directory={self._folder / 'backends'}",
+            f"--backend-directory={self._backends}",
             "--model-control-mode=explicit",
             "--load-model=*",
             "--disable-auto-complete-config",  # it starts every stub twice
@@ -196,8 +198,18 @@ class TritonServer:
             raise ServerError("\n".join(problems), hint=self._hint)
 
     @property
+    def _place(self) -> Path:
+        if self._folder is None:
+            raise RuntimeError("the server was not started")
+        return self._folder
+
+    @property
+    def _backends(self) -> Path:
+        return self._place / "backends"
+
+    @property
     def _models(self) -> Path:
-        return self._folder / "package" / self.repository.name
+        return self._place / "package" / self.repository.name
 
     @property
     def _patience(self) -> float:

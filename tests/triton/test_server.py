@@ -188,6 +188,18 @@ def test_a_taken_port_is_named(tmp_path):
             second.start(deadline=120)
 
 
+def test_a_server_that_was_never_started_removes_nothing(tmp_path, monkeypatch):
+    """Its folder was the current one until it had one of its own, and ending it emptied that."""
+    (tmp_path / "here").mkdir()
+    (tmp_path / "here" / "precious").touch()
+    monkeypatch.chdir(tmp_path / "here")
+    server = make(tmp_path)
+    assert server.stop() is None
+    with server:
+        pass
+    assert os.listdir() == ["precious"]
+
+
 def test_a_dead_stub_is_seen_and_its_model_loaded_again(tmp_path):
     with make(tmp_path) as server:
         server.start(deadline=120)
