@@ -41,6 +41,7 @@ PICKLE_HINT = (
     "a pickle can run any code on loading: take the repository's safetensors revision, or convert it in a sandbox with "
     "transformers' save_pretrained"
 )
+_FORM = f"a checkpoint is a folder with {CONFIG} and {SINGLE}, or {INDEX} and its shards"
 MAX_NAME = 255  # bytes of a file's name, on every file system in use
 MAX_JSON = 20 << 20  # bytes; DeepSeek-V3's index takes 9 MB
 
@@ -62,10 +63,8 @@ class CheckpointFolder:
     def open(cls, path: Path) -> CheckpointFolder:
         """Raises CheckpointError, naming the file, for whatever is missing, damaged, contradictory or a pickle."""
         if not path.is_dir():
-            raise CheckpointError(
-                f"{path}: there is no such folder",
-                hint="model.path must name a folder with config.json and safetensors",
-            )
+            what = "is no folder" if path.exists() else "there is no such folder"
+            raise CheckpointError(f"{path}: {what}", hint=_FORM)
         with _without_collection():
             places = _find_shards(path)
             config = read_json(path / CONFIG)
@@ -257,7 +256,7 @@ def _explain_absence(path: Path) -> NoReturn:
         _fail(path, f"has {shards[0]}, but neither {INDEX} nor {SINGLE}", "copy the index from the model's repository")
     if pickles:
         _fail(path, f"holds pickles only ({pickles[0]}), which are not read", PICKLE_HINT)
-    _fail(path, "holds no safetensors files", f"model.path must name a folder with {CONFIG} and {SINGLE}, or {INDEX}")
+    _fail(path, "holds no safetensors files", _FORM)
 
 
 def _fail(path: Path, problem: str, hint: str = "copy the file again from the model") -> NoReturn:

@@ -6,7 +6,7 @@ from collections.abc import Iterable, Iterator
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-from pipeline.errors import CheckpointError
+from pipeline.errors import CheckpointError, ConfigError
 
 if TYPE_CHECKING:
     from tokenizers import Tokenizer
@@ -23,13 +23,14 @@ def encode_text(tokenizer_file: Path, text: str) -> list[int]:
 def encode_file(tokenizer_file: Path, file: Path, *, setting: str) -> list[int]:
     """Token ids of a UTF-8 text file, cut at lines' ends only, without special tokens.
 
-    Raises CheckpointError for the tokenizer, or for the file, naming the `setting` of the config that names it.
+    Raises CheckpointError for the tokenizer, ConfigError for the file, with the `setting` of the config that names it.
     """
     tokenizer = load_tokenizer(tokenizer_file)
     try:
         encodings = tokenizer.encode_batch(list(_chunks(file)), add_special_tokens=False)
     except (OSError, UnicodeDecodeError) as error:
-        raise CheckpointError(f"{file}: {error}", hint=f"{setting} names UTF-8 text files") from error
+        problem = error.strerror if isinstance(error, OSError) else f"is not UTF-8 ({error.reason})"
+        raise ConfigError(f"{file}: {problem}", hint=f"{setting} names UTF-8 text files") from error
     return _join(encoding.ids for encoding in encodings)
 
 

@@ -145,8 +145,10 @@ def _read_file(path: Path, ask_for: Any, common: Mapping[str, Any]) -> list[Quer
 
     try:
         lines = path.read_text(encoding="utf-8").splitlines()
-    except (OSError, UnicodeDecodeError) as error:
-        raise click.FileError(str(path), str(error)) from None
+    except OSError as error:
+        raise click.BadParameter(f"{path}: {error.strerror}", param_hint="--file") from None
+    except UnicodeDecodeError:
+        raise click.BadParameter(f"{path} is not UTF-8 text", param_hint="--file") from None
     queries = []
     for number, line in enumerate(lines, 1):
         if line.strip():
@@ -156,6 +158,8 @@ def _read_file(path: Path, ask_for: Any, common: Mapping[str, Any]) -> list[Quer
             except (ServingError, ValueError) as error:
                 problem = error.message if isinstance(error, ServingError) else str(error)
                 raise click.UsageError(f"{path}:{number}: {problem}") from None
+    if not queries:
+        raise click.BadParameter(f"{path} holds no prompts", param_hint="--file")
     return queries
 
 

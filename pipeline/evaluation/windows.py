@@ -22,9 +22,14 @@ def cut_windows(
     Raises QuantizationError where the text is too short."""
     size = window - len(first)
     count = min(total // window, len(tokens) // size)
+    if total < window:
+        raise QuantizationError(
+            f"{origin}: {total} tokens are to be scored, fewer than one window of {window}",
+            hint="score more tokens, or take a shorter window",
+        )
     if count == 0:
         raise QuantizationError(
             f"{origin}: {len(tokens)} tokens of held-out text, fewer than one window of {window}",
-            hint="name more text under stages.verify.heldout.files, or lower heldout.window and heldout.tokens",
+            hint="name more held-out text, or take a shorter window",
         )
     return [TokenSequence(tokens=(*first, *tokens[i * size : (i + 1) * size])) for i in range(count)]

@@ -18,6 +18,8 @@ if TYPE_CHECKING:
     import numpy.typing as npt
 
 DEFAULT_URL = "localhost:8001"
+# What gRPC says of a server that it does not get to; anything else that is "unavailable" a server has said itself.
+_ABSENT = ("connect", "socket", "resolving", "dns resolution")
 
 
 @dataclass(slots=True, kw_only=True)
@@ -118,10 +120,10 @@ def _explain(error: Any, url: str) -> Exception:
     status, message = str(error.status() or ""), str(error.message() or error)
     with contextlib.suppress(AttributeError):
         message = str(error.debug_details().details() or message)
-    if "UNAVAILABLE" in status and ("connect" in message.lower() or "socket" in message.lower()):
+    if "UNAVAILABLE" in status and any(word in message.lower() for word in _ABSENT):
         return ServerError(
-            f"no server answers at {url}: {message.rpartition(': ')[2]}",
-            hint="start one with `trtseek serve CONFIG`, or give its --url",
+            f"no server answers at {url}: {message.rpartition(': ')[2].rstrip(']')}",
+            hint="start one with `trtseek serve CONFIG`, or give its gRPC address as --url HOST:PORT",
         )
     return ServingError(message)
 

@@ -10,7 +10,9 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import json
+import logging
 import math
+import os
 import threading
 from collections.abc import Callable, Mapping
 from typing import TYPE_CHECKING, Any
@@ -40,16 +42,19 @@ class Gate:
         self._loop = asyncio.new_event_loop()
         self._stop = asyncio.Event()
         self._started: threading.Event = threading.Event()
-        self._error: Exception | None = None
+        self._error: OSError | None = None
         self._thread = threading.Thread(target=self._run, name="gate", daemon=True)
 
     def start(self) -> None:
         """Raises ServerError where the port is taken."""
         self._thread.start()
         self._started.wait()
-        if self._error is not None:
+        if (error := self._error) is not None:
+            # asyncio's own words name the address again; those of a name that is not found are no errno's
+            reason = os.strerror(error.errno) if error.errno and error.errno > 0 else error.strerror
             raise ServerError(
-                f"{self.host}:{self.port} cannot be listened on: {self._error}", hint="choose another --http-port"
+                f"{self.host}:{self.port} cannot be listened on: {reason}",
+                hint="choose another --http-port or --host",
             )
 
     def close(self) -> None:
@@ -76,7 +81,9 @@ class Gate:
 
             application = web.Application(client_max_size=self.max_bytes)
             application.router.add_route("*", "/{path:.*}", handle)
-            runner = web.AppRunner(application, handler_cancellation=True, access_log=None, shutdown_timeout=CLOSE_S)
+            runner = web.AppRunner(
+                application, handler_cancellation=True, access_log=None, shutdown_timeout=CLOSE_S, logger=_make_logger()
+            )
             try:
                 await runner.setup()
                 await web.TCPSite(runner, self.host, self.port).start()
@@ -126,6 +133,19 @@ class Gate:
                 await response.write(chunk)
             await response.write_eof()
             return response
+
+
+def _make_logger() -> logging.Logger:
+    """For faults of the gate's own: what is not HTTP is answered with 400, and fills nobody's log."""
+    from aiohttp.http_exceptions import HttpProcessingError
+
+    def is_ours(record: logging.LogRecord) -> bool:
+        return not (record.exc_info and isinstance(record.exc_info[1], HttpProcessingError))
+
+    logger = logging.Logger(__name__)
+    logger.parent = logging.getLogger("aiohttp.server")
+    logger.addFilter(is_ours)
+    return logger
 
 
 def find_problem(path: str, headers: Mapping[str, str], body: bytes, max_bytes: int) -> str | None:

@@ -79,6 +79,8 @@ class Query:
             yield f"stop is {self.stop!r}, not a list of texts"
         if not isinstance(self.parameters, Mapping):
             yield f"parameters are {self.parameters!r}, not an object"
+        if not all(map(_is_encodable, (self.text or "", *self.stop, _write(self.messages or ())))):
+            yield "the query holds bytes that are not UTF-8"
         for name, value in self.options.items():
             meaning, fits = VALUES[OPTIONS[name][2]]
             if not fits(value):
@@ -91,6 +93,19 @@ class Query:
 
 def _is_list(value: object) -> bool:
     return isinstance(value, Sequence) and not isinstance(value, str)
+
+
+def _is_encodable(text: str) -> bool:
+    """What came from a terminal or a pipe in another encoding is not: Python keeps its bytes as lone surrogates."""
+    try:
+        text.encode()
+    except UnicodeEncodeError:
+        return False
+    return True
+
+
+def _write(messages: Sequence[Mapping[str, Any]]) -> str:
+    return json.dumps(list(messages), ensure_ascii=False)
 
 
 def build_inputs(query: Query) -> list[Any]:
@@ -108,7 +123,7 @@ def build_inputs(query: Query) -> list[Any]:
     elif query.text is not None:
         tensors["text_input"] = (_strings(query.text), "BYTES")
     else:
-        tensors["messages"] = (_strings(json.dumps(list(query.messages or ()), ensure_ascii=False)), "BYTES")
+        tensors["messages"] = (_strings(_write(query.messages or ())), "BYTES")
     if query.stop:
         tensors["stop_words"] = (_strings(*query.stop), "BYTES")
     flags = {

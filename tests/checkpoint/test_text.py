@@ -4,7 +4,7 @@ import pytest
 from transformers import AutoTokenizer
 
 from pipeline.checkpoint.text import CHUNK_CHARACTERS, encode_file, encode_text
-from pipeline.errors import CheckpointError
+from pipeline.errors import CheckpointError, ConfigError
 
 
 def test_files_encode_as_transformers_does(llama_path: Path, tmp_path: Path) -> None:
@@ -23,11 +23,11 @@ def test_a_damaged_tokenizer_is_named(tmp_path: Path) -> None:
 
 def test_a_file_that_is_no_text_is_named_with_its_setting(llama_path: Path, tmp_path: Path) -> None:
     (tmp_path / "text.txt").write_bytes(b"\xff\xfe\x00")
-    with pytest.raises(CheckpointError, match=r"text\.txt") as caught:
+    with pytest.raises(ConfigError, match=r"text\.txt: is not UTF-8") as caught:
         encode_file(llama_path / "tokenizer.json", tmp_path / "text.txt", setting="stages.verify.heldout.files")
     assert "stages.verify.heldout.files" in str(caught.value)
 
 
 def test_missing_text_is_named(llama_path: Path, tmp_path: Path) -> None:
-    with pytest.raises(CheckpointError, match=r"missing\.txt"):
+    with pytest.raises(ConfigError, match=r"missing\.txt: No such file or directory\n"):
         encode_file(llama_path / "tokenizer.json", tmp_path / "missing.txt", setting="x")

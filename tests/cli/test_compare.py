@@ -63,7 +63,9 @@ def test_json_has_every_figure(checkpoints, invoke):
     [
         (["A"], 2, "nothing to compare"),
         (["A", "absent"], 3, "absent: there is no such folder"),
-        (["A", "B", "--text", "absent.txt"], 3, "absent.txt"),
+        (["A", "B", "--text", "absent.txt"], 2, "absent.txt: No such file or directory"),
+        (["A", "B", "--tokens", "8", "--window", "16", "--text", __file__], 8, "8 tokens are to be scored"),
+        (["A", __file__], 3, "is no folder"),
         (["A", "B", "--tasks", "absent.jsonl"], 2, "absent.jsonl"),
         (["A", "B", "--context", "1,x"], 2, "no list of numbers"),
         (["A", "B", "--context", "1"], 2, "at least 2 tokens"),

@@ -10,6 +10,7 @@ import pytest
 from click.testing import CliRunner
 
 from pipeline.cli.query import command
+from pipeline.runtime.errors import ServingError
 from pipeline.triton.errors import ServerError
 
 
@@ -47,7 +48,23 @@ def test_an_absent_server_is_told_once(tmp_path: Path) -> None:
     assert isinstance(run("x").exception, ServerError)
 
 
-@pytest.mark.parametrize("path", ["none.txt", "."])
-def test_a_file_that_cannot_be_read(tmp_path: Path, path: str) -> None:
-    result = run("--file", str(tmp_path / path))
-    assert result.exit_code == 1 and "Could not open file" in result.output
+@pytest.mark.parametrize(
+    ("name", "problem"),
+    [
+        ("none.txt", "No such file or directory"),
+        (".", "Is a directory"),
+        ("latin.txt", "is not UTF-8 text"),
+        ("empty.txt", "holds no prompts"),
+    ],
+)
+def test_a_file_of_no_prompts(tmp_path: Path, name: str, problem: str) -> None:
+    (tmp_path / "latin.txt").write_bytes(b"caf\xe9")
+    (tmp_path / "empty.txt").write_text("\n \n")
+    result = run("--file", str(tmp_path / name))
+    assert result.exit_code == 2
+    assert "--file" in result.output and name in result.output and problem in result.output
+
+
+def test_a_prompt_that_is_not_utf_8() -> None:
+    result = CliRunner().invoke(command, ["--url", "127.0.0.1:9", "caf\udce9"])
+    assert isinstance(result.exception, ServingError)

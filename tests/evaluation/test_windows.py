@@ -12,3 +12,8 @@ def test_windows_are_whole_and_begin_with_bos() -> None:
 def test_too_little_text_is_refused_by_name() -> None:
     with pytest.raises(QuantizationError, match=r"notes\.txt: 3 tokens.*window of 16"):
         cut_windows([1, 2, 3], total=64, window=16, origin="notes.txt")
+
+
+def test_fewer_tokens_than_a_window_are_not_the_texts_fault() -> None:
+    with pytest.raises(QuantizationError, match=r"notes\.txt: 8 tokens are to be scored.*window of 16"):
+        cut_windows(range(100), total=8, window=16, origin="notes.txt")

@@ -3,6 +3,7 @@
 import http.client
 import http.server
 import json
+import socket
 import threading
 import time
 
@@ -145,8 +146,22 @@ def test_an_absent_server_is_a_bad_gateway():
 
 def test_a_taken_port_is_named(gate):
     other = Gate(gate.upstream, host="127.0.0.1", port=gate.port, max_bytes=LIMIT, is_ready=lambda: True)
-    with pytest.raises(ServerError, match=f"127.0.0.1:{gate.port} cannot be listened on"):
+    with pytest.raises(ServerError, match=f"127.0.0.1:{gate.port} cannot be listened on: Address already in use\n"):
         other.start()
+
+
+def test_a_host_that_is_none_is_named():
+    other = Gate("http://127.0.0.1:9", host="none.invalid", port=0, max_bytes=LIMIT, is_ready=lambda: True)
+    with pytest.raises(ServerError, match=r"none\.invalid:0 cannot be listened on: \w"):
+        other.start()
+
+
+@pytest.mark.parametrize("sent", [b"PRI * HTTP/2.0\r\n\r\nSM\r\n\r\n", b"\x16\x03\x01\x02\x00\x01\r\n\r\n"])
+def test_what_is_not_http_is_refused_without_a_traceback(gate, caplog, sent):
+    with socket.create_connection(("127.0.0.1", gate.port), timeout=10) as connection:
+        connection.sendall(sent)
+        assert b" 400 " in connection.recv(1000)
+    assert caplog.records == []
 
 
 def infer(*shapes):

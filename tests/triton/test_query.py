@@ -9,6 +9,7 @@ import pytest
 
 from pipeline.runtime.errors import ServingError
 from pipeline.triton.client import _explain
+from pipeline.triton.errors import ServerError
 from pipeline.triton.model_config import load_base
 from pipeline.triton.query import NUMPY, OPTIONS, Query, build_inputs
 
@@ -51,6 +52,9 @@ def test_tensors_of_text_and_of_tokens() -> None:
         ({"text": "a", "options": {"return_log_probs": 1}}, "return_log_probs is 1, not true or false"),
         ({"text": "a", "options": {"heat": 1}}, "unknown options heat"),
         ({"input_ids": [1], "stop": ["x"]}, "stop strings need text"),
+        ({"text": "caf\udce9"}, "holds bytes that are not UTF-8"),
+        ({"text": "a", "stop": ["\udce9"]}, "holds bytes that are not UTF-8"),
+        ({"messages": [{"role": "user", "content": "\udce9"}]}, "holds bytes that are not UTF-8"),
     ],
 )
 def test_what_is_wrong_is_said(fields: dict[str, Any], problem: str) -> None:
@@ -58,13 +62,30 @@ def test_what_is_wrong_is_said(fields: dict[str, Any], problem: str) -> None:
         Query(**fields)
 
 
-def test_an_absent_server_is_said_in_few_words() -> None:
+@pytest.mark.parametrize(
+    ("message", "words"),
+    [
+        (
+            "failed to connect to all addresses; last error: UNKNOWN: ipv4:127.0.0.1:9: Failed: Connection refused",
+            "Connection refused",
+        ),
+        (
+            "errors resolving http://h:9: [field:hostname lookup error:address lookup failed for http://h:9: "
+            "Misformatted domain name]",
+            "Misformatted domain name",
+        ),
+        ("DNS resolution failed for nowhere:9: C-ares status is not ARES_SUCCESS", "C-ares status"),
+    ],
+)
+def test_an_absent_server_is_said_in_few_words(message: str, words: str) -> None:
     class RefusedError(Exception):
         def status(self) -> str:
             return "StatusCode.UNAVAILABLE"
 
         def message(self) -> str:
-            address = "ipv4:127.0.0.1:9"
-            return f"failed to connect to all addresses; last error: UNKNOWN: {address}: Failed: Connection refused"
+            return message
 
-    assert str(_explain(RefusedError(), "here:9")).startswith("no server answers at here:9: Connection refused\n")
+    error = _explain(RefusedError(), "here:9")
+    assert isinstance(error, ServerError)
+    assert error.message.startswith(f"no server answers at here:9: {words}")
+    assert error.hint is not None and "HOST:PORT" in error.hint
