@@ -46,7 +46,6 @@ def test_is_quick(workplace, cpu_seconds):
         ("stages.verify.heldout.files=[texts.txt]", ConfigError, r"heldout.files: texts.txt: there is no such file"),
         ("stages.quantize.calibration.files=[configs]", ConfigError, r"calibration.files: configs: is not a file"),
         ("stages.quantize.calibration.files=[empty.txt]", ConfigError, r"empty.txt is empty"),
-        ("stages.quantize.method=fp8", CompatibilityError, r"stages.quantize.method: FP8 quantization is not part"),
         ("target.parallel.tensor=2", CompatibilityError, r"target.parallel: .*come later"),
         ("model.path=modle", CheckpointError, r"model.path: modle: there is no such folder"),
         ("model.path=model/config.json", CheckpointError, r"model/config.json is a file; the model is the folder"),
