@@ -7,7 +7,7 @@ from typing import TYPE_CHECKING, Any
 
 import click
 
-from pipeline.cli.options import json_option, print_json
+from pipeline.cli.options import OutputFile, json_option, print_json
 from pipeline.cli.tables import format_bytes, print_table, print_title
 
 if TYPE_CHECKING:
@@ -43,7 +43,7 @@ def _parse_lengths(_: click.Context, __: click.Parameter, value: str) -> tuple[i
 )
 @click.option("--tasks", multiple=True, type=click.Path(path_type=Path), help="Also solve the tasks of a JSONL file.")
 @click.option("--prompts", default=0, type=click.IntRange(0, 64), help="Also continue the N worst prompts.")
-@click.option("--report", type=click.Path(path_type=Path), metavar="FILE", help="Write the result as an HTML page too.")
+@click.option("--report", type=OutputFile(), metavar="FILE", help="Write the result as an HTML page too.")
 @json_option
 def command(
     checkpoints: tuple[Path, ...],

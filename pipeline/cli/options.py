@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import json
+import os
+from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 import click
@@ -13,6 +15,24 @@ if TYPE_CHECKING:
     from pipeline.config.schema import Config
 
     Command = Callable[..., None]
+
+
+class OutputFile(click.Path):
+    """Where a file is to be written: what cannot be one is refused before there are minutes of work to lose."""
+
+    def __init__(self) -> None:
+        super().__init__()
+
+    def convert(self, value: Any, param: click.Parameter | None, ctx: click.Context | None) -> Path:
+        path = Path(os.fsdecode(super().convert(value, param, ctx)))
+        place = next(folder for folder in path.absolute().parents if folder.exists())
+        if path.is_dir():
+            self.fail(f"{path} is a folder, where a file is to be written", param, ctx)
+        if not place.is_dir():
+            self.fail(f"{path} cannot be written: {place} is no folder", param, ctx)
+        if not os.access(place, os.W_OK | os.X_OK):
+            self.fail(f"{path} cannot be written: {place} gives no permission", param, ctx)
+        return path
 
 
 def config_argument(command: Command) -> Command:

@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING
 
 import click
 
-from pipeline.cli.options import config_argument, json_option, print_json, read_config
+from pipeline.cli.options import OutputFile, config_argument, json_option, print_json, read_config
 from pipeline.errors import ConfigError
 
 if TYPE_CHECKING:
@@ -19,7 +19,7 @@ if TYPE_CHECKING:
 @click.command(name="recipe")
 @config_argument
 @click.option("--budget", metavar="KIND=LIMIT", help="size_ratio, bits_per_weight or kl; else stages.quantize.budget.")
-@click.option("--output", "-o", type=click.Path(path_type=Path), help="The file; else <output>/<name>/recipe.yaml.")
+@click.option("--output", "-o", type=OutputFile(), help="The file; else <output>/<name>/recipe.yaml.")
 @json_option
 def command(
     config_file: str, overrides: tuple[str, ...], budget: str | None, output: Path | None, as_json: bool

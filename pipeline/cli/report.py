@@ -6,13 +6,13 @@ from pathlib import Path
 
 import click
 
-from pipeline.cli.options import config_argument, read_config
+from pipeline.cli.options import OutputFile, config_argument, read_config
 from pipeline.errors import StoreError
 
 
 @click.command(name="report")
 @config_argument
-@click.option("--output", type=click.Path(path_type=Path), metavar="FILE", help="Default: <output>/<name>/report.html.")
+@click.option("--output", type=OutputFile(), metavar="FILE", help="Default: <output>/<name>/report.html.")
 def command(config_file: str, overrides: tuple[str, ...], output: Path | None) -> None:
     """Write a run's report: one HTML page that needs nothing but itself.
 

@@ -7,7 +7,7 @@ from typing import TYPE_CHECKING
 
 import click
 
-from pipeline.cli.options import config_argument, read_config
+from pipeline.cli.options import OutputFile, config_argument, read_config
 
 if TYPE_CHECKING:
     from collections.abc import Sequence
@@ -29,7 +29,7 @@ MEGABYTE = 1 << 20
 @click.option(
     "--grace", type=click.FloatRange(0), default=30.0, show_default=True, help="Seconds for requests at the end."
 )
-@click.option("--log", type=click.Path(path_type=Path), help="Triton's log; else serve.log beside the package.")
+@click.option("--log", type=OutputFile(), help="Triton's log; else serve.log beside the package.")
 @click.option("--tritonserver", type=click.Path(path_type=Path), help="The server to run; else the one on PATH.")
 @click.option("--check", is_flag=True, help="Load the package, send one request, and exit.")
 def command(

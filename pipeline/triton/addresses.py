@@ -3,8 +3,11 @@
 from __future__ import annotations
 
 import contextlib
+import os
 import socket
 from dataclasses import dataclass
+
+from pipeline.triton.errors import ServerError
 
 LOOPBACK = "127.0.0.1"
 
@@ -24,6 +27,27 @@ class Addresses:
         with contextlib.ExitStack() as held:
             ports = {name: getattr(self, name) or _free_port(held) for name in ("http", "grpc", "metrics")}
         return Addresses(host=self.host, http_host=self.http_host, **ports)
+
+    def check(self) -> None:
+        """Raises ServerError for a port that cannot be listened on. Of a taken metrics port Triton says nothing;
+        it ends after it has loaded its models. HTTP is left out: it is the gate's, or was free just now."""
+        with contextlib.ExitStack() as held:
+            for port, option in ((self.grpc, "--grpc-port"), (self.metrics, "--metrics-port")):
+                try:
+                    found = socket.getaddrinfo(self.host, port, type=socket.SOCK_STREAM)
+                    family, kind, protocol, _, address = found[0]
+                    listener = held.enter_context(socket.socket(family, kind, protocol))
+                    listener.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)  # as servers do: not what just ended
+                    listener.bind(address)
+                    listener.listen()
+                except OSError as error:
+                    raise refuse(self.host, port, error, option) from error
+
+
+def refuse(host: str, port: int, error: OSError, option: str) -> ServerError:
+    """That nobody can listen there. asyncio's words name the address again; a name that is not found has no errno."""
+    reason = os.strerror(error.errno) if error.errno and error.errno > 0 else error.strerror
+    return ServerError(f"{host}:{port} cannot be listened on: {reason}", hint=f"choose another {option} or --host")
 
 
 def reach(host: str) -> str:

@@ -12,12 +12,11 @@ import contextlib
 import json
 import logging
 import math
-import os
 import threading
 from collections.abc import Callable, Mapping
 from typing import TYPE_CHECKING, Any
 
-from pipeline.triton.errors import ServerError
+from pipeline.triton.addresses import refuse
 
 if TYPE_CHECKING:
     from aiohttp import ClientSession, web
@@ -49,13 +48,8 @@ class Gate:
         """Raises ServerError where the port is taken."""
         self._thread.start()
         self._started.wait()
-        if (error := self._error) is not None:
-            # asyncio's own words name the address again; those of a name that is not found are no errno's
-            reason = os.strerror(error.errno) if error.errno and error.errno > 0 else error.strerror
-            raise ServerError(
-                f"{self.host}:{self.port} cannot be listened on: {reason}",
-                hint="choose another --http-port or --host",
-            )
+        if self._error is not None:
+            raise refuse(self.host, self.port, self._error, "--http-port")
 
     def close(self) -> None:
         if self._thread.is_alive():

@@ -111,7 +111,7 @@ def find_python_path() -> tuple[str, ...]:
 
 def _of_system(binary: Path) -> Installation:
     """An installation laid out as /opt/tritonserver is: bin/, backends/python/."""
-    root = binary.resolve().parents[1]
+    root = binary.resolve().parent.parent
     backend = root / "backends" / "python"
     for file in (binary, backend / LIBRARY, backend / STUB):
         if not file.is_file():

@@ -65,6 +65,8 @@ class TritonServer:
     def start(self, deadline: float) -> None:
         """Starts it and waits until every model is loaded. Raises ServerError with the reasons where one cannot be, or
         not within `deadline` seconds: a model's process that cannot start makes Triton wait for ever."""
+        self.addresses.check()
+        self._open_log()
         remove_stale_memory()
         self._folder = Path(tempfile.mkdtemp(prefix="trtseek-triton-"))
         try:
@@ -72,8 +74,6 @@ class TritonServer:
             mirror(self.repository, self._models)
             if (artifacts := self.repository.parent / ARTIFACTS).is_dir():  # which the models name by relative paths
                 (self._models.parent / ARTIFACTS).symlink_to(artifacts.resolve(), target_is_directory=True)
-            self.log.parent.mkdir(parents=True, exist_ok=True)
-            self._log_start = self.log.stat().st_size if self.log.exists() else 0
             self._launch()
             self._wait_until_live(deadline)
             self._check_models()
@@ -128,6 +128,16 @@ class TritonServer:
             return ""
         found = [line for line in text.splitlines() if _ERROR_LINE.match(line) and not _NOISE.search(line)]
         return "\n".join(line.strip() for line in found[-lines:])
+
+    def _open_log(self) -> None:
+        try:
+            self.log.parent.mkdir(parents=True, exist_ok=True)
+            with open(self.log, "ab") as log:
+                self._log_start = log.tell()
+        except OSError as error:
+            raise ServerError(
+                f"{self.log}: the server's log cannot be written: {error.strerror}", hint="name another file with --log"
+            ) from error
 
     def _launch(self) -> None:
         job = {

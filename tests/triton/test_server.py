@@ -1,9 +1,11 @@
 """A real tritonserver, over a model small enough to load in a moment, which tells what its process is like."""
 
+import dataclasses
 import json
 import os
 import shutil
 import signal
+import socket
 import subprocess
 import sys
 import textwrap
@@ -143,6 +145,11 @@ def test_a_server_without_a_python_backend_is_refused(system):
         find_installation(system)
 
 
+def test_a_server_that_is_not_there_is_named():
+    with pytest.raises(ServerError, match="/none is missing"):
+        find_installation(Path("/none"))
+
+
 def test_without_any_server_it_is_said_how_to_get_one(monkeypatch):
     monkeypatch.setenv("PATH", "/nowhere")
     monkeypatch.setattr(installations, "WHEEL", "no-such-wheel")
@@ -176,16 +183,31 @@ def test_a_model_that_never_starts_meets_the_deadline(tmp_path):
     assert memory(server) == []
 
 
-def test_a_taken_port_is_named(tmp_path):
-    (tmp_path / "a").mkdir()
-    (tmp_path / "b").mkdir()
-    with make(tmp_path / "a") as first:
-        first.start(deadline=120)
-        probe = write_probe(tmp_path / "b")
-        taken = Addresses(grpc=first.addresses.grpc)
-        second = TritonServer(find_installation(), **probe, log=tmp_path / "b" / "log", addresses=taken, grace=1)
-        with second, pytest.raises(ServerError, match="already in use"):
-            second.start(deadline=120)
+@pytest.mark.parametrize("name", ["grpc", "metrics"])
+def test_a_taken_port_is_named(tmp_path, name):
+    probe = write_probe(tmp_path)
+    with socket.create_server(("127.0.0.1", 0)) as listener:
+        port = listener.getsockname()[1]
+        taken = Addresses(**{name: port})
+        server = TritonServer(find_installation(), **probe, log=tmp_path / "log", addresses=taken, grace=1)
+        with server, pytest.raises(ServerError, match=f"{port} cannot be listened on: Address") as caught:
+            server.start(deadline=120)
+    assert caught.value.hint == f"choose another --{name}-port or --host"
+    assert not (tmp_path / "log").exists()
+
+
+def test_one_port_for_two_things_is_refused():
+    addresses = Addresses().resolve()
+    addresses.check()
+    with pytest.raises(ServerError, match="--metrics-port"):
+        dataclasses.replace(addresses, metrics=addresses.grpc).check()
+
+
+def test_a_log_that_cannot_be_written_is_named(tmp_path):
+    server = make(tmp_path)
+    (tmp_path / "log").mkdir()
+    with server, pytest.raises(ServerError, match=r"log: the server's log cannot be written: Is a directory\n.*--log"):
+        server.start(deadline=120)
 
 
 def test_a_server_that_was_never_started_removes_nothing(tmp_path, monkeypatch):
