@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 from pathlib import Path
 from typing import TYPE_CHECKING
 
@@ -31,13 +30,14 @@ def command(
     from pipeline.cli.sensitivity import measure
     from pipeline.cli.source import check_source
     from pipeline.config.recipe_rules import offered_formats
+    from pipeline.quantization.automatic import load_sensitivity
     from pipeline.quantization.recipe import RECIPE, solve
 
     config = read_config(config_file, overrides)
     goal = _find_goal(config, budget)
     check_source(config)
     settings = config.stages.quantize
-    found = json.loads((settings.sensitivity.file or measure(config)).read_text(encoding="utf-8"))
+    found = load_sensitivity(settings.sensitivity.file or measure(config))
     recipe = solve(found, settings.method, goal, formats=offered_formats(config))
     path = output or config.run_folder / RECIPE
     path.parent.mkdir(parents=True, exist_ok=True)
@@ -71,6 +71,6 @@ def _find_goal(config: Config, budget: str | None) -> Goal:
         return Budget.model_validate({kind: float(limit)}).goal
     except (ValidationError, ValueError) as error:
         raise ConfigError(
-            f"--budget {budget}: must be KIND=LIMIT, KIND one of {', '.join(Budget.model_fields)}",
+            f"--budget {budget}: must be KIND=LIMIT, KIND one of {', '.join(Budget.model_fields)}, LIMIT above 0",
             hint="e.g. --budget bits_per_weight=4.5",
         ) from error

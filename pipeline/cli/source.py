@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import codecs
 import difflib
 from dataclasses import dataclass
 from typing import TYPE_CHECKING
@@ -15,6 +16,7 @@ if TYPE_CHECKING:
     from pipeline.checkpoint.checked_headers import CheckedHeaders
     from pipeline.config.schema import Config
 
+BEGIN = 1 << 16  # bytes
 HEADERS = ".headers"  # in the store: what of sources was checked
 
 
@@ -61,21 +63,38 @@ def _check_model(config: Config) -> None:
 
 
 def _check_texts(config: Config) -> None:
-    """The text files that the stages will read are there."""
+    """The text files that the stages will read are there, and are text; tasks are tasks."""
     quantize, verify = config.stages.quantize, config.stages.verify
     texts: dict[str, Sequence[Path]] = {"stages.verify.heldout.files": verify.heldout.files}
     if quantize.measures:
         calibration: Sequence[Path] = [file.path for file in quantize.calibration.files]
         texts = {"stages.quantize.calibration.files": calibration, **texts}
     texts["stages.verify.tasks"] = verify.tasks
+    if (measured := quantize.sensitivity.file) is not None:
+        texts["stages.quantize.sensitivity.file"] = [measured]
     for key, files in texts.items():
         for file in files:
             if file.is_file():
-                if not file.stat().st_size:
-                    raise ConfigError(f"{config.locate(key)}: {file} is empty", hint="name a file of text, UTF-8")
+                if problem := _find_problem(file):
+                    raise ConfigError(f"{config.locate(key)}: {file} {problem}", hint="name a file of text, UTF-8")
                 continue
             what = "is not a file" if file.exists() else "there is no such file"
             raise ConfigError(f"{config.locate(key)}: {file}: {what}", hint=_suggest_path(file, folders=False))
+    if verify.tasks:
+        from pipeline.evaluation.tasks import read_tasks
+
+        read_tasks(verify.tasks, setting="stages.verify.tasks")
+
+
+def _find_problem(file: Path) -> str | None:
+    """What shows at a file's beginning: a text may be of gigabytes, and the stage that reads it is hours away."""
+    with open(file, "rb") as text:
+        begin = text.read(BEGIN)
+    try:
+        codecs.getincrementaldecoder("utf-8")().decode(begin)  # a character may be cut at the end
+    except UnicodeDecodeError as error:
+        return f"is not UTF-8 (byte {error.start}: {error.reason})"
+    return None if begin else "is empty"
 
 
 def _suggest_path(path: Path, *, folders: bool) -> str:

@@ -3,13 +3,15 @@
 from __future__ import annotations
 
 import json
+import math
 import shutil
 from typing import TYPE_CHECKING, Any
 
 from pipeline.errors import ConfigError
 from pipeline.progress import SILENT, Progress
-from pipeline.quantization.options import Effort, Goal, list_candidates
+from pipeline.quantization.options import Candidate, Effort, Goal, list_candidates
 from pipeline.quantization.recipe import RECIPE, Recipe, solve
+from pipeline.quantization.selection import METHODS
 from pipeline.quantization.sensitivity import REPORT, measure_sensitivity
 from pipeline.quantization.units import list_units
 from pipeline.workspace import NestedWorkspace
@@ -23,6 +25,7 @@ if TYPE_CHECKING:
     from pipeline.workspace import Workspace
 
 FOLDER = "measuring"
+_SETTING = "stages.quantize.sensitivity.file names what `trtseek sensitivity` made; without it, it is measured"
 
 
 def solve_in(
@@ -67,11 +70,8 @@ def clean(workspace: Workspace) -> None:
 
 def read_sensitivity(file: Path, source: CheckpointFolder, settings: QuantizeSettings) -> dict[str, Any]:
     """A sensitivity.json that is of this checkpoint's linears. Raises ConfigError for anything else."""
-    try:
-        found: dict[str, Any] = json.loads(file.read_text(encoding="utf-8"))
-        measured = {(unit["layer"], unit["unit"]): unit["weights"] for unit in found["units"]}
-    except (OSError, ValueError, KeyError, TypeError) as error:
-        raise ConfigError(f"{file} is no sensitivity.json: {error}", hint="`trtseek sensitivity` makes one") from error
+    found = load_sensitivity(file)
+    measured = {(unit["layer"], unit["unit"]): unit["weights"] for unit in found["units"]}
     wanted = {(u.layer, u.place): u.weights for u in list_units(source.architecture, source.tensors, settings.rules)}
     if measured != wanted:
         odd = next(iter(sorted(wanted.items() ^ measured.items())))[0]
@@ -80,3 +80,33 @@ def read_sensitivity(file: Path, source: CheckpointFolder, settings: QuantizeSet
             hint="measure again: `trtseek sensitivity`",
         )
     return found
+
+
+def load_sensitivity(file: Path) -> dict[str, Any]:
+    """A sensitivity.json, of whatever model. Raises ConfigError where it is none, or damaged."""
+    try:
+        found: dict[str, Any] = json.loads(file.read_text(encoding="utf-8"))
+        whole = [found["bytes"]]
+        for unit in found["units"]:
+            whole += [unit["layer"], unit["weights"], unit["bytes"], unit["vector_bytes"]]
+            texts = [unit["unit"], *unit["patterns"]]
+            figures = [each[key] for each in unit["candidates"].values() for key in ("kl", "bytes")]
+            if unknown := [name for name in unit["candidates"] if Candidate.parse(name).method not in METHODS]:
+                raise ValueError(f"{unknown[0]} is no method of this version")
+            if not (
+                unit["weights"] > 0 and all(isinstance(text, str) for text in texts) and all(map(_is_number, figures))
+            ):
+                raise ValueError(f"layer {unit['layer']}, {unit['unit']} holds no figures")
+        if not all(isinstance(number, int) for number in whole):
+            raise ValueError("sizes are no whole numbers")
+    except OSError as error:
+        raise ConfigError(f"{file}: {error.strerror}", hint=_SETTING) from error
+    except KeyError as error:
+        raise ConfigError(f"{file} is no sensitivity.json: it lacks {error}", hint=_SETTING) from error
+    except (ValueError, TypeError, AttributeError, RecursionError) as error:
+        raise ConfigError(f"{file} is no sensitivity.json: {error}", hint=_SETTING) from error
+    return found
+
+
+def _is_number(value: object) -> bool:
+    return isinstance(value, int | float) and math.isfinite(value)

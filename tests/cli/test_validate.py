@@ -3,6 +3,7 @@ import shutil
 
 import pytest
 
+from pipeline.cli.source import BEGIN
 from pipeline.errors import CheckpointError, CompatibilityError, ConfigError, TrtseekError
 
 
@@ -46,6 +47,10 @@ def test_is_quick(workplace, cpu_seconds):
         ("stages.verify.heldout.files=[texts.txt]", ConfigError, r"heldout.files: texts.txt: there is no such file"),
         ("stages.quantize.calibration.files=[configs]", ConfigError, r"calibration.files: configs: is not a file"),
         ("stages.quantize.calibration.files=[empty.txt]", ConfigError, r"empty.txt is empty"),
+        ("stages.quantize.calibration.files=[latin.txt]", ConfigError, r"latin.txt is not UTF-8 \(byte 3: "),
+        ("stages.verify.heldout.files=[latin.txt]", ConfigError, r"heldout.files: latin.txt is not UTF-8"),
+        ("stages.verify.tasks=[text.txt]", ConfigError, r"text.txt:1 is not JSON"),
+        ("stages.quantize.sensitivity.file=none", ConfigError, r"sensitivity.file: none: there is no such file"),
         ("target.parallel.tensor=2", CompatibilityError, r"target.parallel: .*come later"),
         ("model.path=modle", CheckpointError, r"model.path: modle: there is no such folder"),
         ("model.path=model/config.json", CheckpointError, r"model/config.json is a file; the model is the folder"),
@@ -54,6 +59,7 @@ def test_is_quick(workplace, cpu_seconds):
 def test_what_a_run_would_refuse_is_refused(workplace, invoke, llama_path, setting, kind, message):
     (workplace / "model").symlink_to(llama_path)
     (workplace / "empty.txt").touch()
+    (workplace / "latin.txt").write_bytes(b"caf\xe9 au lait")
     with pytest.raises(kind, match=message):
         invoke("validate", "small", "--set", setting)
 
@@ -65,6 +71,11 @@ def test_a_wrong_path_is_told_where_it_was_looked_for(workplace, invoke, llama_p
             invoke("validate", "small", "--set", setting)
         assert caught.value.hint.splitlines()[0] == f"did you mean {near}?"
         assert str(workplace) in caught.value.hint
+
+
+def test_a_character_that_the_check_cuts_is_no_mistake(workplace, invoke):
+    (workplace / "text.txt").write_text("x" + "é" * BEGIN)
+    assert invoke("validate", "small").exit_code == 0
 
 
 def test_rtn_reads_no_calibration_text(workplace, invoke):

@@ -10,7 +10,7 @@ import pytest
 
 from pipeline.config.load import load_config
 from pipeline.config.schema import Config
-from pipeline.quantization.automatic import read_sensitivity
+from pipeline.quantization.automatic import load_sensitivity, read_sensitivity
 from pipeline.stages.executor import Executor
 from pipeline.stages.graph import load_stages
 from pipeline.stages.quantize import STAGE
@@ -100,10 +100,37 @@ def test_a_measurement_of_another_model_is_refused(folder: Path) -> None:
 
     config = load_config("auto.yaml")
     source = CheckpointFolder.open(Executor(config, load_stages()).run(until="convert")["convert"].path)
-    wrong = {"units": [{"layer": 0, "unit": "attention.qkv", "weights": 5}]}
+    unit = {"layer": 0, "unit": "attention.qkv", "weights": 5, "bytes": 10, "vector_bytes": 0}
+    wrong = {"bytes": 10, "units": [{**unit, "patterns": [], "candidates": {}}]}
     (folder / "s.json").write_text(json.dumps(wrong))
     with pytest.raises(ConfigError, match=r"s.json was measured on another model, .* layer 0, attention"):
         read_sensitivity(folder / "s.json", source, config.stages.quantize)
     (folder / "s.json").write_text("[]")
     with pytest.raises(ConfigError, match=r"s.json is no sensitivity.json"):
         read_sensitivity(folder / "s.json", source, config.stages.quantize)
+
+
+@pytest.mark.parametrize(
+    ("content", "problem"),
+    [
+        (b"\xff", "is no sensitivity.json"),
+        (b"[]", "is no sensitivity.json"),
+        (b'{"bytes": 5}', "it lacks 'units'"),
+        (b'{"bytes": 5, "units": [{"layer": 0}]}', "it lacks 'weights'"),
+        (b"UNIT kl: null", "layer 0, mlp.fc holds no figures"),
+        (b"UNIT bogus: 1", "bogus is no method of this version"),
+    ],
+)
+def test_what_is_no_measurement_is_named(tmp_path: Path, content: bytes, problem: str) -> None:
+    from pipeline.errors import ConfigError
+
+    if content.startswith(b"UNIT"):
+        bogus = b"bogus" in content
+        candidates = {"bogus" if bogus else "int8": {"kl": 1 if bogus else None, "bytes": 5}}
+        unit = {"layer": 0, "unit": "mlp.fc", "weights": 5, "bytes": 10, "vector_bytes": 0, "patterns": ["a"]}
+        content = json.dumps({"bytes": 10, "units": [{**unit, "candidates": candidates}]}).encode()
+    (tmp_path / "s.json").write_bytes(content)
+    with pytest.raises(ConfigError, match=problem):
+        load_sensitivity(tmp_path / "s.json")
+    with pytest.raises(ConfigError, match="none: No such file"):
+        load_sensitivity(tmp_path / "none")
