@@ -65,7 +65,7 @@ class PlainReporter:
         self._stream, self._interval, self._clock = stream, interval_s, clock
         self._stage = ""
         self._item, self._total, self._unit = "", 0.0, ""
-        self._done = self._shown = self._started = self._last = 0.0
+        self._done = self._shown = self._started = self._last = self._advanced = 0.0
 
     def begin(self, stage: str) -> None:
         self._close_item()
@@ -80,11 +80,11 @@ class PlainReporter:
         self._close_item()
         self._item, self._total, self._unit = item, total, unit
         self._done = self._shown = 0.0
-        self._started = self._last = self._clock()
+        self._started = self._last = self._advanced = self._clock()
 
     def advance(self, amount: float) -> None:
         self._done += amount
-        now = self._clock()
+        now = self._advanced = self._clock()
         if now - self._last < 0.2:  # a bound on the lines that fast work may print
             return
         tenth = bool(self._total) and int(10 * self._done / self._total) > int(10 * self._shown / self._total)
@@ -107,7 +107,9 @@ class PlainReporter:
 
     def _close_item(self) -> None:
         if self._item:
-            elapsed = max(self._clock() - self._started, 1e-9)
+            # What was all done ended then, however long its stage went on after.
+            ended = self._advanced if self._done >= self._total > 0 else self._clock()
+            elapsed = max(ended - self._started, 1e-9)
             self._print(
                 f"{self._item}: {format_amount(self._done, self._unit)} in {format_seconds(elapsed)}, "
                 f"{format_rate(self._done / elapsed, self._unit)}"

@@ -44,6 +44,17 @@ def test_plain_lines_name_stage_item_share_rate_and_time_left():
     ]
 
 
+def test_what_is_done_has_ended_however_long_its_stage_goes_on():
+    stream, clock = io.StringIO(), Clock()
+    reporter = PlainReporter(stream, clock=clock)
+    reporter.start("SHA-256", 4e9, "B")
+    clock.now += 2
+    reporter.advance(4e9)
+    clock.now += 60
+    reporter.end("made")
+    assert stream.getvalue().splitlines() == ["SHA-256: 4.00 GB in 2.0 s, 2.00 GB/s", "made"]
+
+
 def test_plain_lines_are_few():
     stream, clock = io.StringIO(), Clock()
     reporter = PlainReporter(stream, clock=clock)

@@ -157,6 +157,7 @@ def _describe_engine(path: Path) -> Document:
 
 
 def _describe_repository(path: Path) -> Document:
+    from pipeline.release.manifest import MANIFEST, find_wrong_sizes
     from pipeline.triton.lint import lint_repository
     from pipeline.triton.model_config import parse_config
     from pipeline.triton.repository import BACKENDS
@@ -177,13 +178,14 @@ def _describe_repository(path: Path) -> Document:
         if config.parameters:
             parameters[config.name] = {key: value.string_value for key, value in sorted(config.parameters.items())}
     backends = root.parent / BACKENDS
+    damaged = find_wrong_sizes(root.parent) if (root.parent / MANIFEST).is_file() else []
     return {
         "kind": "Triton model repository",
         "path": str(root),
         "models": models,
         "parameters": parameters,
         # What is no package, the models' own sources say, has no backends and is not complete.
-        "problems": list(lint_repository(root, backends=backends)) if backends.is_dir() else None,
+        "problems": [*damaged, *lint_repository(root, backends=backends)] if backends.is_dir() else None,
     }
 
 

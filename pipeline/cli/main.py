@@ -36,6 +36,9 @@ VERBS = (
 # These end before there is garbage to speak of: collecting it would take a fifth of their time on the largest models.
 QUICK = ("plan", "status", "validate", "schema", "explain")
 
+# What these made until they were stopped is found again; the others begin anew.
+RESUMED = ("engine", "serve", "verify", "sensitivity", "recipe")
+
 # Beside those of pipeline.errors: what a shell reports for a signal, and sysexits' EX_SOFTWARE.
 INTERRUPTED, TERMINATED, PIPE_CLOSED, BUG = 130, 143, 141, 70
 
@@ -94,7 +97,9 @@ def _run(arguments: list[str] | None) -> int:
         show_error(error)
         return error.exit_code
     except (click.Abort, KeyboardInterrupt):
-        click.echo("interrupted; the same command goes on where this one stopped", err=True)
+        verb = next(iter(sys.argv[1:] if arguments is None else arguments), "")
+        more = "; the same command goes on where this one stopped" if verb in RESUMED else ""
+        click.echo(f"interrupted{more}", err=True)
         return INTERRUPTED
     except click.ClickException as error:
         error.show()

@@ -118,6 +118,24 @@ def check_release(folder: Path, *, progress: Progress = SILENT) -> ReleaseDamage
     return damage
 
 
+def find_wrong_sizes(folder: Path) -> list[str]:
+    """What shows of damage without reading a file: those that are missing, or of another size than the manifest says.
+
+    Raises PackageError where the manifest is none."""
+    try:
+        entries = json.loads((folder / MANIFEST).read_text(encoding="utf-8"))["files"]
+        wanted = {str(name): int(entry["size"]) for name, entry in entries.items()}
+    except (OSError, ValueError, KeyError, TypeError, AttributeError) as error:
+        raise PackageError(f"{folder / MANIFEST}: is not a manifest: {error}", hint="package it again") from error
+    problems = []
+    for name, size in sorted(wanted.items()):
+        if not (folder / name).is_file():
+            problems.append(f"{folder / name} is missing")
+        elif (found := (folder / name).stat().st_size) != size:
+            problems.append(f"{folder / name} has {found:,} bytes, {MANIFEST} says {size:,}")
+    return problems
+
+
 def list_files(folder: Path) -> list[str]:
     """Every file of a package, sorted, relative and with "/": without the two that list them and the store's marker."""
     names = sorted(path.relative_to(folder).as_posix() for path in folder.rglob("*") if not path.is_dir())

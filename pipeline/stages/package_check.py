@@ -34,7 +34,9 @@ def check_package(context: StageContext, folder: Path, checkpoint: Path) -> None
     if wanted == "auto" and (reason := _find_shortage(checkpoint)):
         context.progress.note(f"not loaded in a server: {reason}")
         return
+    context.progress.start("load in Triton, and ask", 1, "packages")
     result = load_and_ask(folder, log=context.config.run_folder / LOG, installation=installation)
+    context.progress.advance(1)
     context.progress.note(
         f"loaded in Triton in {format_seconds(result.loaded)}, a request answered in {format_seconds(result.answered)}"
     )

@@ -137,10 +137,21 @@ def test_interrupts_leave_no_traceback(tmp_path):
     assert child.returncode == -signal.SIGINT
 
 
-def test_interrupt(raising, capsys):
-    raising(KeyboardInterrupt())
-    assert main._run(["schema"]) == 130
-    assert capsys.readouterr().err.lstrip() == "interrupted; the same command goes on where this one stopped\n"
+@pytest.mark.parametrize(
+    ("verb", "words"),
+    [
+        ("schema", "interrupted\n"),
+        ("engine", "interrupted; the same command goes on where this one stopped\n"),
+    ],
+)
+def test_interrupt(capsys, monkeypatch, verb, words):
+    def interrupt(*_, **__):
+        raise KeyboardInterrupt
+
+    monkeypatch.setattr("pipeline.config.json_schema.render_schema", interrupt)
+    monkeypatch.setattr("pipeline.cli.engine.read_config", interrupt)
+    assert main._run([verb, *(["small"] if verb == "engine" else [])]) == 130
+    assert capsys.readouterr().err.lstrip() == words
 
 
 @pytest.mark.parametrize(

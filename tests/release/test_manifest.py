@@ -8,7 +8,7 @@ import pytest
 
 from pipeline.config.schema import Config
 from pipeline.errors import PackageError
-from pipeline.release.manifest import MANIFEST, SUMS, check_release, write_manifest
+from pipeline.release.manifest import MANIFEST, SUMS, check_release, find_wrong_sizes, list_files, write_manifest
 from tests.triton.emission import describe_engine
 
 ENGINE = describe_engine(sm=80, network_digest="blake3:n", digest="blake3:e")
@@ -132,6 +132,23 @@ def test_damage_is_named(folder):
         "changed: model_repository/ensemble/config.pbtxt; missing: artifacts/engine-0/model.engine; "
         "not listed: artifacts/stray"
     )
+
+
+def test_wrong_sizes_show_without_reading(folder):
+    write(folder)
+    assert find_wrong_sizes(folder) == []
+    first, second = list_files(folder)[:2]
+    size = (folder / second).stat().st_size
+    (folder / first).unlink()
+    with open(folder / second, "ab") as file:
+        file.write(b"more")
+    assert find_wrong_sizes(folder) == [
+        f"{folder / first} is missing",
+        f"{folder / second} has {size + 4:,} bytes, manifest.json says {size:,}",
+    ]
+    (folder / MANIFEST).write_text("{}")
+    with pytest.raises(PackageError, match="is not a manifest"):
+        find_wrong_sizes(folder)
 
 
 def test_a_flipped_bit_of_a_large_file_is_found(folder):
