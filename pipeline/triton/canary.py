@@ -7,10 +7,12 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from pipeline.errors import PackageError, TrtseekError
+from pipeline.release.manifest import MANIFEST, find_wrong_sizes
 from pipeline.triton.addresses import Addresses, reach
 from pipeline.triton.client import Client
 from pipeline.triton.errors import ServerError
 from pipeline.triton.installation import Installation, find_installation
+from pipeline.triton.model_config import parse_config
 from pipeline.triton.query import Query
 from pipeline.triton.repository import BACKENDS, REPOSITORY
 from pipeline.triton.server import TritonServer
@@ -35,11 +37,19 @@ def send_canary(addresses: Addresses, timeout: float = ANSWER_S) -> float:
 
 
 def find_package(folder: Path) -> tuple[Path, Path]:
-    """The model repository and the backends of a package. Raises PackageError where the folder is none."""
+    """The model repository and the backends of a package. Raises PackageError where the folder is none, or damaged:
+    Triton would say of such a model that it cannot be loaded, and no more."""
     repository, backends = folder / REPOSITORY, folder / BACKENDS
     for part in (repository, backends):
         if not part.is_dir():
             raise PackageError(f"{part} is missing: {folder} is no package", hint="`trtseek engine CONFIG` makes one")
+    if (folder / MANIFEST).is_file():
+        # Whoever serves a package may set its models' parameters: a config.pbtxt only has to be one.
+        problems = [each for each in find_wrong_sizes(folder) if "config.pbtxt has " not in each]
+        if problems:
+            raise PackageError("\n".join(problems), hint="copy the package again, or make it again: `trtseek engine`")
+    for file in sorted(repository.glob("*/config.pbtxt")):
+        parse_config(file.read_text(encoding="utf-8"), str(file))
     return repository.resolve(), backends.resolve()
 
 

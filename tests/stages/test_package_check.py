@@ -1,5 +1,6 @@
 """Whether `package` tries what it made in a server, without one: tests/serving loads real packages."""
 
+import json
 import types
 from pathlib import Path
 
@@ -7,6 +8,7 @@ import pytest
 
 from pipeline.config.schema import Config
 from pipeline.errors import PackageError
+from pipeline.progress import SILENT
 from pipeline.stages import package_check
 from pipeline.stages.package import STAGE
 from pipeline.triton import canary, installation
@@ -14,12 +16,17 @@ from pipeline.triton.backend import loading
 from pipeline.triton.errors import ServerError
 
 
+class Notes(type(SILENT)):
+    def __init__(self, notes):
+        self.note = notes.append
+
+
 def make_context(tmp_path, check):
     config = Config(
         name="x", model={"path": Path("m")}, target={"gpu": "L4"}, output=tmp_path, stages={"package": {"check": check}}
     )
     notes = []
-    return types.SimpleNamespace(config=config, progress=types.SimpleNamespace(note=notes.append), notes=notes)
+    return types.SimpleNamespace(config=config, progress=Notes(notes), notes=notes)
 
 
 @pytest.fixture
@@ -87,4 +94,24 @@ def test_it_is_no_parameter_of_the_stage(tmp_path):
 
 def test_a_folder_that_is_no_package(tmp_path):
     with pytest.raises(PackageError, match="is no package"):
+        canary.find_package(tmp_path)
+
+
+def test_a_damaged_package_is_refused_before_triton_says_nothing_of_it(tmp_path):
+    models, engine = tmp_path / "model_repository", tmp_path / "artifacts" / "model.engine"
+    config = models / "m" / "config.pbtxt"
+    for folder in (config.parent, tmp_path / "backends", engine.parent):
+        folder.mkdir(parents=True)
+    config.write_text('name: "m"')
+    engine.write_bytes(b"12345")
+    sizes = {"artifacts/model.engine": {"size": 5}, "model_repository/m/config.pbtxt": {"size": 9}}
+    (tmp_path / "manifest.json").write_text(json.dumps({"files": sizes}))
+    assert canary.find_package(tmp_path) == (models.resolve(), (tmp_path / "backends").resolve())
+    config.write_text('name: "m" max_batch_size: 4')  # whoever serves it may
+    canary.find_package(tmp_path)
+    config.write_text("garbage {")
+    with pytest.raises(PackageError, match=r"m/config.pbtxt: 1:1 .*garbage"):
+        canary.find_package(tmp_path)
+    engine.write_bytes(b"1")
+    with pytest.raises(PackageError, match=r"model.engine has 1 bytes, manifest.json says 5"):
         canary.find_package(tmp_path)
