@@ -41,12 +41,12 @@ FONTS = """<?xml version="1.0"?><!DOCTYPE fontconfig SYSTEM "fonts.dtd"><fontcon
 PATIENCE = 120  # seconds for a step that a busy machine may take long over
 
 
-class NoBrowser(Exception):
+class NoBrowserError(Exception):
     """What is missing: npm, or a registry that it reaches."""
 
 
 def find_chromium() -> Path:
-    """The browser's binary, fetched where there is none yet. Raises NoBrowser where it cannot be."""
+    """The browser's binary, fetched where there is none yet. Raises NoBrowserError where it cannot be."""
     if named := os.environ.get("TRTSEEK_CHROMIUM"):
         return Path(named)
     binary = CACHE / "chromium"
@@ -57,7 +57,7 @@ def find_chromium() -> Path:
 
 def _fetch(target: Path) -> None:
     if not shutil.which("npm"):
-        raise NoBrowser("this test needs a browser: install npm, which brings one, or set TRTSEEK_CHROMIUM to one")
+        raise NoBrowserError("this test needs a browser: install npm, which brings one, or set TRTSEEK_CHROMIUM to one")
     draft = target.with_name(f"{target.name}-{os.getpid()}")
     shutil.rmtree(draft, ignore_errors=True)
     draft.mkdir(parents=True)
@@ -67,7 +67,7 @@ def _fetch(target: Path) -> None:
         )
     except subprocess.SubprocessError as error:
         shutil.rmtree(draft)
-        raise NoBrowser(f"npm could not fetch {PACKAGE}@{VERSION}, the browser of this test: {error}") from error
+        raise NoBrowserError(f"npm could not fetch {PACKAGE}@{VERSION}, the browser of this test: {error}") from error
     archive = next(draft.glob("*.tgz"))
     found = "sha512-" + base64.b64encode(hashlib.sha512(archive.read_bytes()).digest()).decode()
     if found != INTEGRITY:

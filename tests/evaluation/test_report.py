@@ -13,7 +13,7 @@ import pytest
 from pipeline.evaluation.numbers import spell_numbers
 from pipeline.evaluation.report.figures import plot_coverage, plot_experts, plot_linears
 from pipeline.evaluation.report.page import write_comparison, write_run
-from tests.browser import NoBrowser, Page, find_chromium, open_page
+from tests.browser import NoBrowserError, Page, find_chromium, open_page
 
 HOSTILE = '<script>alert("$x_1$")</script>&\u65e5'
 LONG = "transformer.layers." * 12
@@ -158,7 +158,7 @@ def seen(pages: dict[str, Path], tmp_path_factory: pytest.TempPathFactory) -> di
 
     try:
         find_chromium()
-    except NoBrowser as reason:
+    except NoBrowserError as reason:
         pytest.skip(str(reason))
     return asyncio.run(visit())
 
