@@ -41,7 +41,10 @@ class Conversation:
                 yield from self._read()
         except OSError as error:
             if not self._stopped:
-                raise ChildError(f"{self.model} cannot be reached: {error}", "UNAVAILABLE") from None
+                raise ChildError(
+                    f"{self.model} cannot be reached ({error}): if its process died, it is being loaded again; ask again",
+                    "UNAVAILABLE",
+                ) from None
 
     def stop(self) -> None:
         """Has the request end soon: the other side sees that nothing comes from here any more, and what it then still
