@@ -42,7 +42,7 @@ class Conversation:
         except OSError as error:
             if not self._stopped:
                 raise ChildError(
-                    f"{self.model} cannot be reached ({error}): its process may have died; it is loaded again: ask again",
+                    f"{self.model} cannot be reached ({error}); a process that died is loaded again: ask again",
                     "UNAVAILABLE",
                 ) from None
 
