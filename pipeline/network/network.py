@@ -44,17 +44,7 @@ def build_network(
     16-bit weights are not copied, except stacked experts and MLA's kv_b_proj. Raises CheckpointError for a missing or
     misshapen tensor, CompatibilityError for what cannot be expressed.
     """
-    plugins = Plugins(trt, network)
-    graph = Graph(trt=trt, network=network, dtype=spec.dtype, plugins=plugins)
-    write_decoder(graph, architecture, spec, Weights(source=source, dtype=spec.dtype))
-    return Network(
-        trt=trt,
-        network=network,
-        spec=spec,
-        architecture=architecture,
-        constants=graph.constants,
-        plugins=plugins.objects,
-    )
+    return _write(trt, network, spec, architecture, source)
 
 
 def build_stripped_network(
@@ -73,15 +63,26 @@ def build_stripped_network(
     is shown each, whole; `on_bytes` is told of their bytes as they pass.
     """
     taken = Placeholders(source, visit, on_bytes)
+    return _write(trt, network, spec, architecture, taken.source, taken)
+
+
+def _write(
+    trt: Any,
+    network: Any,
+    spec: NetworkSpec,
+    architecture: Architecture,
+    source: TensorSource,
+    taken: Placeholders | None = None,
+) -> Network:
     plugins = Plugins(trt, network)
     graph = Graph(trt=trt, network=network, dtype=spec.dtype, placeholders=taken, plugins=plugins)
-    write_decoder(graph, architecture, spec, Weights(source=taken.source, dtype=spec.dtype))
+    write_decoder(graph, architecture, spec, Weights(source=source, dtype=spec.dtype))
     return Network(
         trt=trt,
         network=network,
         spec=spec,
         architecture=architecture,
         constants=graph.constants,
-        placeholders=taken.found,
+        placeholders=taken.found if taken else {},
         plugins=plugins.objects,
     )
