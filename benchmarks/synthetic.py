@@ -130,26 +130,16 @@ def sparse_int4(path: Path, config: dict[str, Any]) -> Path:
 
 def random_moe(path: Path, gigabytes: float) -> int:
     """A DeepSeek-V2 of V2-Lite's layers, as many as fill so many gigabytes (10^9) of bfloat16; its bytes of weights."""
-    shutil.rmtree(path, ignore_errors=True)
-    path.mkdir(parents=True)
     config = {**V2_LITE, "vocab_size": 32000}
     outside, dense, routed = _count_layers(config)
     config["num_hidden_layers"] = 1 + max(1, round((gigabytes * 1e9 - outside - dense) / routed))
     infos = [TensorInfo(name, "BF16", shape) for name, shape in fixtures._v2_shapes(config).items()]
-    shards = plan_shards(infos)
-    for shard in shards:
-        write_safetensors(path / shard.name, shard.infos, _draw(shard.infos), metadata=METADATA)
-    write_index(path, shards)
-    (path / "config.json").write_text(json.dumps(config, indent=2) + "\n")
-    fixtures.write_tokenizer(path)
-    return sum(info.nbytes for info in infos)
+    return _write_random(path, config, infos)
 
 
 def random_fp8(path: Path, gigabytes: float) -> int:
     """A DeepSeek-V3 of true sizes but for 16 experts, as many layers as fill so many gigabytes of FP8 with scales by
     block; its bytes of weights."""
-    shutil.rmtree(path, ignore_errors=True)
-    path.mkdir(parents=True)
     config = {**V3, "first_k_dense_replace": 1, "n_group": 4, "n_routed_experts": 16, "num_nextn_predict_layers": 0}
     config |= {"topk_group": 2, "vocab_size": 32000}
     infos: list[TensorInfo] = []
@@ -158,6 +148,13 @@ def random_fp8(path: Path, gigabytes: float) -> int:
         if sum(info.nbytes for info in infos) >= gigabytes * 1e9:
             config["num_hidden_layers"] = layers
             break
+    return _write_random(path, config, infos)
+
+
+def _write_random(path: Path, config: dict[str, Any], infos: Sequence[TensorInfo]) -> int:
+    """A checkpoint of random weights in an empty folder; its bytes of weights."""
+    shutil.rmtree(path, ignore_errors=True)
+    path.mkdir(parents=True)
     shards = plan_shards(infos)
     for shard in shards:
         write_safetensors(path / shard.name, shard.infos, _draw(shard.infos), metadata=METADATA)
