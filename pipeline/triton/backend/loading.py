@@ -13,6 +13,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from pipeline.engine.description import DESCRIPTION, EngineDescription, load_description
+from pipeline.engine.tensorrt import list_device_sms
 from pipeline.errors import CompatibilityError, PackageError, TrtseekError
 from pipeline.runtime.limits import Limits
 
@@ -79,14 +80,13 @@ def check_model(folder: Path, parameters: Mapping[str, str]) -> list[str]:
 
 
 def pick_runner(wanted: str) -> str:
-    """ "engine" or "interpreter": where there is a GPU, `auto` is the engine, never quietly the interpreter."""
+    """ "engine" or "interpreter": where there is a GPU, `auto` is the engine, never quietly the interpreter. The driver
+    is asked, not torch, whose CPU build sees no GPU: then the engine's runner says so."""
     if wanted not in RUNNERS:
         raise CompatibilityError(f"parameter runner is {wanted!r}", hint=f"one of {', '.join(RUNNERS)}")
     if wanted != "auto":
         return wanted
-    import torch
-
-    return "engine" if torch.cuda.is_available() else "interpreter"
+    return "engine" if list_device_sms() else "interpreter"
 
 
 def rebuild_program(checkpoint: CheckpointFolder, spec: NetworkSpec, digest: str) -> Program:
