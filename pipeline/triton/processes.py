@@ -5,6 +5,7 @@ from __future__ import annotations
 import contextlib
 import os
 import re
+from collections.abc import Iterable
 from pathlib import Path
 
 from pipeline.triton.keeper import OWNER, SHARED_MEMORY, remove_unclaimed
@@ -32,6 +33,12 @@ def find_stubs(parent: int) -> dict[int, str]:
     return found
 
 
+def processor_time(pids: Iterable[int]) -> float:
+    """Seconds of processor that these have used together; those that ended count nothing."""
+    states = [state for pid in pids if (state := _read_stat(pid)) is not None]
+    return sum(state[2] for state in states) / os.sysconf("SC_CLK_TCK")
+
+
 def remove_stale_memory() -> None:
     """Removes the shared memory of servers that were killed with their keepers, and nobody else's."""
     for path in SHARED_MEMORY.glob(f"{PREFIX}_*_{OWNER}"):
@@ -39,11 +46,11 @@ def remove_stale_memory() -> None:
             remove_unclaimed(match[1])
 
 
-def _read_stat(pid: int) -> tuple[str, int] | None:
-    """State and parent of a process, None where there is none."""
+def _read_stat(pid: int) -> tuple[str, int, int] | None:
+    """State, parent and processor time (in ticks) of a process, None where there is none."""
     try:
         text = Path(f"/proc/{pid}/stat").read_text()
     except OSError:
         return None
-    state, parent = text.rpartition(")")[2].split()[:2]
-    return state, int(parent)
+    fields = text.rpartition(")")[2].split()  # from the third of proc(5)'s
+    return fields[0], int(fields[1]), int(fields[11]) + int(fields[12])

@@ -24,12 +24,15 @@ from pipeline.triton.addresses import Addresses
 from pipeline.triton.control import Control
 from pipeline.triton.errors import ServerError
 from pipeline.triton.installation import Installation, mirror
-from pipeline.triton.processes import PREFIX, find_stubs, is_alive, remove_stale_memory
+from pipeline.triton.processes import PREFIX, find_stubs, is_alive, processor_time, remove_stale_memory
 from pipeline.triton.repository import ARTIFACTS
 
 STUB_S = 300
 # Triton's exit time-out counts requests in flight and the end of its models' processes together.
 UNLOAD_S = 10.0
+# A start that stands still is made once more: on a machine under great load it happens that a model's process is ready
+# and tritonserver does not take notice, both waiting for the other. Still is below this share of a processor.
+STALL_S, STALL_SHARE = 30.0, 0.02
 # What of the log explains a failure: Triton's own error lines, and a Python model's last words.
 _ERROR_LINE = re.compile(r"E\d{4} |error: |\w*Error: |\w*Exception: |terminate")
 # Triton without a GPU says these as errors, and means nothing by them.
@@ -68,6 +71,17 @@ class TritonServer:
         self.addresses.check()
         self._open_log()
         remove_stale_memory()
+        end = time.monotonic() + deadline
+        live = self._try_start(end, patient=False)
+        if not live and time.monotonic() < end:
+            live = self._try_start(end, patient=True)
+        if not live:
+            raise ServerError(
+                f"tritonserver did not load its models in {deadline:g} s\n{self.errors()}".rstrip(), hint=self._hint
+            )
+
+    def _try_start(self, end: float, *, patient: bool) -> bool:
+        """Whether it was live before `end`, or where not `patient`, before it stood still; it is stopped if not."""
         self._folder = Path(tempfile.mkdtemp(prefix="trtseek-triton-"))
         try:
             self.installation.link_backends(self._backends, *self.backends)
@@ -75,8 +89,11 @@ class TritonServer:
             if (artifacts := self.repository.parent / ARTIFACTS).is_dir():  # which the models name by relative paths
                 (self._models.parent / ARTIFACTS).symlink_to(artifacts.resolve(), target_is_directory=True)
             self._launch()
-            self._wait_until_live(deadline)
+            if not self._wait_until_live(end, patient):
+                self.stop(grace=0)
+                return False
             self._check_models()
+            return True
         except BaseException:
             self.stop(grace=0)
             raise
@@ -191,17 +208,20 @@ class TritonServer:
             command.append(f"--cache-directory={self.installation.caches}")
         return command
 
-    def _wait_until_live(self, deadline: float) -> None:
-        end = time.monotonic() + deadline
-        while time.monotonic() < end:
+    def _wait_until_live(self, end: float, patient: bool) -> bool:
+        since, used = time.monotonic(), 0.0
+        while (now := time.monotonic()) < end:
             if not self.running:
                 raise ServerError(f"tritonserver ended at its start\n{self.errors()}".rstrip(), hint=self._hint)
             if self.control.is_live():
-                return
+                return True
+            if not patient and now - since >= STALL_S:
+                before, used = used, processor_time(self.stubs)
+                if self.stubs and used - before < STALL_SHARE * (now - since):
+                    return False
+                since = now
             time.sleep(0.05)
-        raise ServerError(
-            f"tritonserver did not load its models in {deadline:g} s\n{self.errors()}".rstrip(), hint=self._hint
-        )
+        return False
 
     def _check_models(self) -> None:
         if problems := self.control.find_unloaded():

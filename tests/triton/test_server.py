@@ -16,6 +16,7 @@ from pathlib import Path
 import pytest
 
 from pipeline.triton import installation as installations
+from pipeline.triton import server as servers
 from pipeline.triton.addresses import Addresses
 from pipeline.triton.errors import ServerError
 from pipeline.triton.installation import find_installation
@@ -180,6 +181,24 @@ def test_a_model_that_never_starts_meets_the_deadline(tmp_path):
     server = make(tmp_path, code="import time\ntime.sleep(600)")
     with server, pytest.raises(ServerError, match=r"did not load its models in 3 s"):
         server.start(deadline=3)
+    assert memory(server) == []
+
+
+def test_a_start_that_stands_still_is_made_once_more(tmp_path, monkeypatch):
+    """As under great load, when tritonserver does not notice that a model's process is ready."""
+    monkeypatch.setattr(servers, "STALL_S", 2.0)
+    tried = tmp_path / "tried"
+    code = f"""
+import pathlib, time
+tried = pathlib.Path({str(tried)!r})
+if not tried.exists():
+    tried.touch()
+    time.sleep(600)
+"""
+    with make(tmp_path, code=code + PROBE) as server:
+        server.start(deadline=120)
+        assert ask(server)["prefix"] == sys.prefix
+    assert tried.exists()
     assert memory(server) == []
 
 
