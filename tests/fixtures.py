@@ -9,8 +9,8 @@ enough that a wrong order, a dropped scale or a transposed expert shows.
     path = deepseek_v2(tmp_path / "m", q_lora_rank=None, dtype="float16")
     path = deepseek_v3(tmp_path / "m", fp8=True)      # as DeepSeek ships it: 128 x 128 blocks, ragged ones included
 
-All (qwen2 is the fourth) take any key of config.json as a keyword, and:
-    rope         a key of LLAMA_ROPES or V2_ROPES (an explicit rope_scaling=… wins)
+All (qwen2 and deepseek_moe, DeepSeek's first with experts, too) take any key of config.json as a keyword, and:
+    rope         a key of LLAMA_ROPES (llama, deepseek_moe) or V2_ROPES (an explicit rope_scaling=… wins)
     dtype        float32, float16 or bfloat16
     shards       number of .safetensors files; 1 leaves out the index
     seed
@@ -132,6 +132,43 @@ V2_CONFIG: dict[str, Any] = {
 }
 
 
+# huggingface.co/deepseek-ai/deepseek-moe-16b-base, cut down: Llama's attention, experts as V2 has them.
+MOE_CONFIG: dict[str, Any] = {
+    "architectures": ["DeepseekForCausalLM"],
+    "attention_bias": False,
+    "attention_dropout": 0.0,
+    "auto_map": {"AutoModelForCausalLM": "modeling_deepseek.DeepseekForCausalLM"},
+    "aux_loss_alpha": 0.001,
+    "bos_token_id": 0,
+    "eos_token_id": 1,
+    "first_k_dense_replace": 1,
+    "hidden_act": "silu",
+    "hidden_size": 128,
+    "initializer_range": 0.02,
+    "intermediate_size": 256,
+    "max_position_embeddings": 256,
+    "model_type": "deepseek",
+    "moe_intermediate_size": 64,
+    "moe_layer_freq": 1,
+    "n_routed_experts": 16,
+    "n_shared_experts": 2,
+    "norm_topk_prob": False,
+    "num_attention_heads": 4,
+    "num_experts_per_tok": 6,
+    "num_hidden_layers": 3,
+    "num_key_value_heads": 4,
+    "pretraining_tp": 1,
+    "rms_norm_eps": 1e-06,
+    "rope_scaling": None,
+    "rope_theta": 10000,
+    "scoring_func": "softmax",
+    "seq_aux": True,
+    "tie_word_embeddings": False,
+    "torch_dtype": "bfloat16",
+    "transformers_version": "4.36.0",
+    "use_cache": True,
+    "vocab_size": 512,
+}
 # huggingface.co/deepseek-ai/DeepSeek-R1-Distill-Qwen-1.5B, cut down. The class has biases on q, k and v without a key
 # for them; sliding_window stands there and is not used.
 QWEN2_CONFIG: dict[str, Any] = {
@@ -253,6 +290,14 @@ def llama(path: Path, *, rope: str = "linear", dtype: str = "bfloat16", **option
     """Writes a GQA Llama and returns its folder."""
     files, overrides = _split(options)
     config = {**LLAMA_CONFIG, "rope_scaling": _copy(LLAMA_ROPES[rope]), "torch_dtype": dtype, **overrides}
+    return _write(path, config, _llama_shapes(config), dtype, **files)
+
+
+def deepseek_moe(path: Path, *, rope: str = "default", dtype: str = "bfloat16", **options: Any) -> Path:
+    """Writes a DeepSeek-MoE (the first, `DeepseekForCausalLM`): one dense layer, then shared and routed experts, and
+    returns its folder."""
+    files, overrides = _split(options)
+    config = {**MOE_CONFIG, "rope_scaling": _copy(LLAMA_ROPES[rope]), "torch_dtype": dtype, **overrides}
     return _write(path, config, _llama_shapes(config), dtype, **files)
 
 
@@ -407,7 +452,10 @@ def _llama_shapes(c: dict[str, Any]) -> Shapes:
         shapes |= _linears(prefix + "self_attn.", attention, bias)
         if c["model_type"] == "qwen2":
             shapes |= {f"{prefix}self_attn.{part}_proj.bias": attention[f"{part}_proj"][:1] for part in "qkv"}
-        shapes |= _linears(prefix + "mlp.", _mlp(hidden, inter), c.get("mlp_bias", False))
+        if "n_routed_experts" in c:
+            shapes |= _expert_layer(c, layer)
+        else:
+            shapes |= _linears(prefix + "mlp.", _mlp(hidden, inter), c.get("mlp_bias", False))
         shapes |= _layer_norms(prefix, hidden)
     return shapes | _tail(c)
 
@@ -452,17 +500,21 @@ def _latent_layer(c: dict[str, Any], layer: int) -> Shapes:
     shapes |= _linears(attention, {"kv_a_proj_with_mqa": (latent + c["qk_rope_head_dim"], hidden)}, bias)
     shapes |= _linears(attention, {"kv_a_layernorm": (latent,), "kv_b_proj": (kv, latent)}, False)
     shapes |= _linears(attention, {"o_proj": (hidden, heads * c["v_head_dim"])}, bias)
-    if layer < c["first_k_dense_replace"]:
-        shapes |= _linears(prefix + "mlp.", _mlp(hidden, c["intermediate_size"]), False)
-    else:
-        inter, experts = c["moe_intermediate_size"], c["n_routed_experts"]
-        shapes |= {prefix + "mlp.gate.weight": (experts, hidden)}
-        if c["topk_method"] == "noaux_tc":
-            shapes |= {prefix + "mlp.gate.e_score_correction_bias": (experts,)}
-        for expert in range(experts):
-            shapes |= _linears(f"{prefix}mlp.experts.{expert}.", _mlp(hidden, inter), False)
-        shapes |= _linears(prefix + "mlp.shared_experts.", _mlp(hidden, inter * c["n_shared_experts"]), False)
-    return shapes | _layer_norms(prefix, hidden)
+    return shapes | _expert_layer(c, layer) | _layer_norms(prefix, hidden)
+
+
+def _expert_layer(c: dict[str, Any], layer: int) -> Shapes:
+    """The MLP of one layer of a DeepSeek with experts: dense in the first layers, and where moe_layer_freq says so."""
+    hidden, prefix = c["hidden_size"], f"model.layers.{layer}."
+    if layer < c["first_k_dense_replace"] or layer % c["moe_layer_freq"]:
+        return _linears(prefix + "mlp.", _mlp(hidden, c["intermediate_size"]), False)
+    inter, experts = c["moe_intermediate_size"], c["n_routed_experts"]
+    shapes: Shapes = {prefix + "mlp.gate.weight": (experts, hidden)}
+    if c.get("topk_method") == "noaux_tc":
+        shapes |= {prefix + "mlp.gate.e_score_correction_bias": (experts,)}
+    for expert in range(experts):
+        shapes |= _linears(f"{prefix}mlp.experts.{expert}.", _mlp(hidden, inter), False)
+    return shapes | _linears(prefix + "mlp.shared_experts.", _mlp(hidden, inter * c["n_shared_experts"]), False)
 
 
 def _mlp(hidden: int, inter: int) -> Shapes:

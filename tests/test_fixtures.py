@@ -10,6 +10,7 @@ import torch
 from safetensors.torch import load_file
 
 from tests import fixtures
+from tests.whole_model import load_whole
 
 CASES: list[tuple[Any, dict[str, Any]]] = [
     *[(fixtures.llama, {"rope": rope}) for rope in fixtures.LLAMA_ROPES],
@@ -35,6 +36,14 @@ def test_transformers_loads_fixture(write: Any, options: dict[str, Any], tmp_pat
     assert not any(info.values()), info
     with torch.no_grad():
         logits = model(torch.arange(24)[None] * 7 % 512).logits[0]
+    assert 0.3 < logits.std() < 30
+    assert (logits[1:] - logits[:-1]).abs().mean() > 0.1
+
+
+def test_transformers_parts_take_the_first_deepseek_with_experts(tmp_path: Path) -> None:
+    """No class of its own; the state is loaded strictly."""
+    with torch.no_grad():
+        logits = load_whole(fixtures.deepseek_moe(tmp_path / "m"))(torch.arange(24)[None] * 7 % 512).logits[0]
     assert 0.3 < logits.std() < 30
     assert (logits[1:] - logits[:-1]).abs().mean() > 0.1
 

@@ -134,6 +134,11 @@ ARCHITECTURES: dict[str, Family] = {
         qkv_bias=True,
         fixed={"use_sliding_window": False, "use_mrope": False, "attention_bias": False, "mlp_bias": False},
     ),
+    # DeepSeek-MoE-16B. Its own code scales no routed sum and has no groups; V2's keys for them would be left unread.
+    "DeepseekForCausalLM": Family(
+        routing=(("greedy",), ("softmax",)),
+        fixed={"routed_scaling_factor": 1.0, "n_group": 1, "topk_group": 1, "mlp_bias": False},
+    ),
     "DeepseekV2ForCausalLM": Family(
         latent=True, routing=(("greedy", "group_limited_greedy"), ("softmax",)), interleaved=True
     ),

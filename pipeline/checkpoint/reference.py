@@ -14,6 +14,7 @@ import math
 from collections.abc import Mapping
 from typing import TYPE_CHECKING, Any, cast
 
+from pipeline.checkpoint.architecture import parse_architecture
 from pipeline.checkpoint.layer_state import EXPERTS, STACKS, ExpertStack
 from pipeline.errors import CheckpointError
 
@@ -24,6 +25,11 @@ if TYPE_CHECKING:
 MODULES = {
     "LlamaForCausalLM": ("llama", "Llama"),
     "Qwen2ForCausalLM": ("qwen2", "Qwen2"),
+    # transformers has no class of this name, but one of the same function: the decoder of DeepSeek-OCR 2. Its attention
+    # is Llama's (rotated by halves); its router takes the top k of a float32 softmax and, unless told to, neither
+    # normalizes nor scales nor groups; routed experts and one wide MLP of shared experts are added. That is, name by
+    # name, the modeling_deepseek.py of deepseek-moe-16b. It wants the kind of each layer spelled out.
+    "DeepseekForCausalLM": ("deepseek_ocr2", "DeepseekOcr2Text"),
     "DeepseekV2ForCausalLM": ("deepseek_v2", "DeepseekV2"),
     "DeepseekV3ForCausalLM": ("deepseek_v3", "DeepseekV3"),
 }
@@ -124,6 +130,10 @@ def _load_classes(config: Mapping[str, Any]) -> tuple[Any, Any, str]:
         values |= {"n_routed_experts": 1, "first_k_dense_replace": values["num_hidden_layers"]}
     if "kv_lora_rank" in values:  # every query head has its own key: transformers would repeat them once more
         values["num_key_value_heads"] = values["num_attention_heads"]
+    if package == "deepseek_ocr2":
+        architecture = parse_architecture(config)
+        layers = range(architecture.num_layers)
+        values["mlp_layer_types"] = ["sparse" if architecture.is_routed(layer) else "dense" for layer in layers]
     hf_config = getattr(config_source, f"{prefix}Config")(**values)
     hf_config._attn_implementation = "eager"
     hf_config._experts_implementation = "eager"
@@ -132,6 +142,7 @@ def _load_classes(config: Mapping[str, Any]) -> tuple[Any, Any, str]:
 
 # HF class -> settings that DeepSeek's own code honours and transformers 5 ignores: only this value can be proved.
 IGNORED: dict[str, dict[str, object]] = {
+    "DeepseekForCausalLM": {"norm_topk_prob": False},
     "DeepseekV2ForCausalLM": {"norm_topk_prob": False, "moe_layer_freq": 1},
     "DeepseekV3ForCausalLM": {"moe_layer_freq": 1},
 }

@@ -40,6 +40,7 @@ LATENT = Blocks(attention=latent_attention, rows_per_query=lambda a: a.num_heads
 BLOCKS: dict[str, Blocks] = {
     "LlamaForCausalLM": GROUPED_QUERY,
     "Qwen2ForCausalLM": GROUPED_QUERY,
+    "DeepseekForCausalLM": GROUPED_QUERY,
     "DeepseekV2ForCausalLM": LATENT,
     "DeepseekV3ForCausalLM": LATENT,
 }

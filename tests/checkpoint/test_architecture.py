@@ -15,6 +15,7 @@ from tests import fixtures
 
 LLAMA, V2 = fixtures.LLAMA_CONFIG, fixtures.V2_CONFIG
 QWEN2, V3 = fixtures.QWEN2_CONFIG, fixtures.V3_CONFIG
+MOE = fixtures.MOE_CONFIG
 YARN = {"type": "yarn", "factor": 4, "original_max_position_embeddings": 64}
 LLAMA3 = {**(fixtures.LLAMA_ROPES["llama3"] or {})}
 
@@ -31,6 +32,23 @@ def test_llama() -> None:
     assert not a.rope.interleaved
     assert a.latent is None and a.experts is None
     assert a.cache_widths == ((2, 32), (2, 32))
+
+
+def test_deepseek_moe() -> None:
+    a = parse_architecture(MOE)
+    assert a.latent is None and a.experts is not None and not a.rope.interleaved
+    e = a.experts
+    assert (e.num_routed, e.num_shared, e.top_k, e.intermediate_size) == (16, 2, 6, 64)
+    assert (e.topk_method, e.scoring_func, e.norm_topk_prob, e.routed_scaling_factor) == (
+        "greedy",
+        "softmax",
+        False,
+        1.0,
+    )
+    assert [a.is_routed(layer) for layer in range(3)] == [False, True, True]
+    assert a.cache_widths == ((4, 32), (4, 32))
+    b = parse_architecture(MOE | {"moe_layer_freq": 2, "num_hidden_layers": 5})
+    assert [b.is_routed(layer) for layer in range(5)] == [False, False, True, False, True]
 
 
 def test_deepseek_v2() -> None:
@@ -189,6 +207,10 @@ REFUSED: list[tuple[dict[str, Any], dict[str, Any], list[str]]] = [
     (V2, {"topk_group": 5}, ["topk_group 5 exceeds n_group 4"]),
     (V2, {"num_experts_per_tok": 9}, ["num_experts_per_tok 9 exceeds the 8 experts routing can reach"]),
     (V2, {"rope_interleave": 1}, ["rope_interleave must be true or false"]),
+    (MOE, {"routed_scaling_factor": 2.0}, ["routed_scaling_factor is 2.0", "1.0 only"]),
+    (MOE, {"n_group": 4}, ["n_group is 4", "1 only"]),
+    (MOE, {"topk_method": "group_limited_greedy"}, ["topk_method is 'group_limited_greedy'", "greedy"]),
+    (MOE, {"num_experts_per_tok": 17}, ["num_experts_per_tok 17 exceeds the 16 experts"]),
     (QWEN2, {"use_sliding_window": True}, ["use_sliding_window is True", "False only"]),
     (QWEN2, {"use_mrope": True}, ["use_mrope is True"]),
     (QWEN2, {"attention_bias": True}, ["attention_bias is True"]),
@@ -224,7 +246,7 @@ def test_missing_q_lora_rank_is_not_guessed() -> None:
 
 @pytest.mark.parametrize("changes", [{"norm_topk_prob": True}, {"moe_layer_freq": 2}])
 def test_settings_without_a_reference_are_refused_by_it(changes: dict[str, Any]) -> None:
-    for base in (V2, V3) if "moe_layer_freq" in changes else (V2,):
+    for base in (V2, V3) if "moe_layer_freq" in changes else (V2, MOE):
         parse_architecture(base | changes)
         with pytest.raises(CheckpointError, match=next(iter(changes))):
             build_hf_rotary(base | changes)

@@ -13,11 +13,15 @@ from safetensors.torch import load_file
 from pipeline.checkpoint.reference import build_hf_layer, build_hf_norm, build_hf_rotary, causal_mask
 from pipeline.errors import CheckpointError
 from tests import fixtures
+from tests.whole_model import load_whole
 
 TOKENS = 96  # beyond the 64 positions of the original context of the yarn and llama3 fixtures
 CASES: list[tuple[Any, dict[str, Any]]] = [
     *[(fixtures.llama, {"rope": rope}) for rope in fixtures.LLAMA_ROPES],
     (fixtures.llama, {"attention_bias": True, "mlp_bias": True}),
+    *[(fixtures.deepseek_moe, {"rope": rope}) for rope in ("default", "linear", "dynamic")],
+    (fixtures.deepseek_moe, {"num_hidden_layers": 5, "moe_layer_freq": 2, "attention_bias": True}),
+    (fixtures.deepseek_moe, {"num_key_value_heads": 2, "num_experts_per_tok": 1, "n_shared_experts": 1}),
     (fixtures.deepseek_v2, {}),
     (fixtures.qwen2, {}),
     (fixtures.deepseek_v3, {}),
@@ -37,13 +41,10 @@ def layer_state(tensors: dict[str, torch.Tensor], layer: int) -> dict[str, torch
 
 @pytest.mark.parametrize(("write", "options"), CASES)
 def test_layers_give_whole_models_logits(write: Any, options: dict[str, Any], tmp_path: Path) -> None:
-    from transformers import AutoModelForCausalLM
-
     path = write(tmp_path / "m", **options)
     ids = torch.arange(TOKENS)[None] * 37 % 512
-    whole = AutoModelForCausalLM.from_pretrained(path, dtype=torch.float32, attn_implementation="eager")
     with torch.no_grad():
-        expected = whole(ids).logits
+        expected = load_whole(path)(ids).logits
     config, tensors = json.loads((path / "config.json").read_text()), load_all(path)
     hidden = torch.nn.functional.embedding(ids, tensors["model.embed_tokens.weight"].float())
     embeddings = build_hf_rotary(config)(hidden, torch.arange(TOKENS)[None])

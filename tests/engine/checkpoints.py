@@ -16,7 +16,7 @@ from pipeline.checkpoint.architecture import parse_architecture
 from pipeline.checkpoint.layouts import layout_for
 from pipeline.checkpoint.safetensors_file import write_safetensors
 from pipeline.checkpoint.tensors import RawTensor, TensorInfo
-from tests.fixtures import LLAMA_CONFIG, V2_CONFIG
+from tests.fixtures import LLAMA_CONFIG, MOE_CONFIG, V2_CONFIG
 
 # Llama with head size 64, which has fused attention kernels.
 TINY_LLAMA: dict[str, Any] = LLAMA_CONFIG | {
@@ -25,6 +25,8 @@ TINY_LLAMA: dict[str, Any] = LLAMA_CONFIG | {
     "num_hidden_layers": 2,
     "torch_dtype": "float16",
 }
+# Likewise, one dense and one routed layer.
+TINY_MOE: dict[str, Any] = MOE_CONFIG | {"hidden_size": 256, "num_hidden_layers": 2, "torch_dtype": "float16"}
 # One dense and one routed layer; every INT4 dimension a multiple of 64.
 TINY_V2: dict[str, Any] = V2_CONFIG | {"num_hidden_layers": 2, "torch_dtype": "float16"}
 

@@ -14,9 +14,10 @@ from pipeline.engine.limits import BuildLimits, Rectangle
 from pipeline.network.spec import NetworkSpec
 from pipeline.workspace import FolderWorkspace
 from tests import fixtures
-from tests.engine.checkpoints import TINY_LLAMA, TINY_V2, write_engine_checkpoint
+from tests.engine.checkpoints import TINY_LLAMA, TINY_MOE, TINY_V2, write_engine_checkpoint
 
 LLAMA_INT4 = ("attention_input", "attention_output", "mlp")
+MOE_INT4 = (*LLAMA_INT4, "experts", "shared_experts")
 V2_INT4 = ("mlp", "experts", "shared_experts")
 
 
@@ -67,6 +68,11 @@ LIMITS = BuildLimits(
 @pytest.fixture(scope="session")
 def llama_engine(tmp_path_factory: pytest.TempPathFactory) -> Built:
     return build(tmp_path_factory.mktemp("llama"), TINY_LLAMA, LLAMA_INT4, LIMITS)
+
+
+@pytest.fixture(scope="session")
+def moe_engine(tmp_path_factory: pytest.TempPathFactory) -> Built:
+    return build(tmp_path_factory.mktemp("moe"), TINY_MOE, MOE_INT4, LIMITS)
 
 
 @pytest.fixture(scope="session")

@@ -7,9 +7,9 @@ import pytest
 from pipeline.engine.kernels import plan_workspace
 from pipeline.engine.memory import estimate_weights
 from pipeline.quantization.selection import Rules
-from tests.engine.conftest import LLAMA_INT4, V2_INT4, Built
+from tests.engine.conftest import LLAMA_INT4, MOE_INT4, V2_INT4, Built
 
-ENGINES = [("llama_engine", LLAMA_INT4), ("v2_engine", V2_INT4)]
+ENGINES = [("llama_engine", LLAMA_INT4), ("moe_engine", MOE_INT4), ("v2_engine", V2_INT4)]
 
 
 @pytest.mark.parametrize(("which", "_"), ENGINES)

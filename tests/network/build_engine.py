@@ -36,6 +36,18 @@ MODELS = {
         head_dim=64,
         hidden_size=256,
     ),
+    "moe-bf16": lambda path: models.load(
+        fixtures.deepseek_moe(path, num_hidden_layers=2, num_attention_heads=2, num_key_value_heads=2)
+    ),
+    "moe-int4": lambda path: models.load_int4(
+        fixtures.deepseek_moe,
+        path,
+        pattern=r"layers.*_proj\.weight",
+        group=64,
+        prescale="all",
+        dtype="float16",
+        num_hidden_layers=2,
+    ),
     "v2-fp16": lambda path: models.load(fixtures.deepseek_v2(path, dtype="float16", num_hidden_layers=2)),
     "v2-int4": lambda path: models.load_int4(
         fixtures.deepseek_v2,

@@ -21,6 +21,7 @@ from pipeline.checkpoint.tensors import RawTensor, TensorInfo
 from pipeline.network.network import NetworkSpec
 from pipeline.network.readback import Program
 from tests import fixtures
+from tests.whole_model import load_whole
 
 # HF module below "model.layers.N." -> engine module below "transformer.layers.N."; q, k and v become one.
 MODULES = {
@@ -90,12 +91,7 @@ class Model:
 
     def reference(self) -> Any:
         """transformers' model in float32 with eager attention."""
-        from transformers import AutoModelForCausalLM
-
-        model = AutoModelForCausalLM.from_pretrained(
-            self.path, dtype=torch.float32, attn_implementation="eager", local_files_only=True
-        )
-        return model.eval()
+        return load_whole(self.path)
 
     def spec(self, **options: Any) -> NetworkSpec:
         return NetworkSpec(**{"dtype": self.architecture.dtype, "block_size": 8, "max_seq_len": 256, **options})

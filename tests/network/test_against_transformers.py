@@ -38,6 +38,10 @@ def _v3(**options: object) -> Write:
     return lambda path: models.load(fixtures.deepseek_v3(path, **options))  # type: ignore[arg-type]
 
 
+def _moe(**options: object) -> Write:
+    return lambda path: models.load(fixtures.deepseek_moe(path, **options))  # type: ignore[arg-type]
+
+
 GREEDY = {"topk_method": "greedy", "n_group": 1, "topk_group": 1}
 MODELS: dict[str, Write] = {
     **{f"llama-{rope}": _llama(rope=rope, dtype="float32") for rope in fixtures.LLAMA_ROPES},
@@ -48,6 +52,10 @@ MODELS: dict[str, Write] = {
     "r1-distill-llama": _llama(**fixtures.R1_DISTILL_LLAMA),
     "qwen2": _qwen2(dtype="float32"),
     "qwen2-tied": _qwen2(tie_word_embeddings=True),
+    "moe": _moe(dtype="float32"),
+    "moe-bf16-linear-rope": _moe(rope="linear"),
+    "moe-every-second-layer": _moe(num_hidden_layers=5, moe_layer_freq=2, num_key_value_heads=2),
+    "moe-biased-and-tied": _moe(attention_bias=True, tie_word_embeddings=True, n_shared_experts=1),
     "v2": _v2(dtype="float32"),
     "v2-bf16": _v2(),
     "v2-default-rope": _v2(rope="default"),
@@ -73,6 +81,9 @@ QUANTIZED: dict[str, Callable[[Path], models.Model]] = {
     ),
     "qwen2-every-linear": lambda path: models.load_int4(
         fixtures.qwen2, path, pattern=r"layers.*_proj\.weight", group=64, prescale="all", dtype="float16"
+    ),
+    "moe-every-linear": lambda path: models.load_int4(
+        fixtures.deepseek_moe, path, pattern=r"layers.*_proj\.weight", group=64, prescale="all", dtype="float16"
     ),
     **{
         f"v2-prescale-{prescale}": lambda path, prescale=prescale: models.load_int4(  # type: ignore[misc]
@@ -141,12 +152,12 @@ def test_fp8_blocks_give_the_logits_of_their_products(name: str, moe: str, tmp_p
     assert spread > 0.5
 
 
-@pytest.mark.parametrize("name", ["v2", "v3"])
+@pytest.mark.parametrize("name", ["moe", "v2", "v3"])
 def test_gathered_experts_give_the_same_logits(name: str, tmp_path: Path) -> None:
     assert _largest_difference(MODELS[name](tmp_path / "hf"), "gather")[0] < TOLERANCE
 
 
-@pytest.mark.parametrize("name", ["llama-yarn", "llama-linear", "llama-llama3", "v2", "v3"])
+@pytest.mark.parametrize("name", ["llama-yarn", "llama-linear", "llama-llama3", "moe-bf16-linear-rope", "v2", "v3"])
 def test_positions_far_beyond_the_original_context(name: str, tmp_path: Path) -> None:
     """Positions are apart from slots: each sequence's are moved by its own offset, past the 64 of the original."""
     assert _largest_difference(MODELS[name](tmp_path / "hf"), offsets=(180, 0, 97))[0] < TOLERANCE

@@ -16,6 +16,7 @@ NEW = 24
 WRITERS: dict[str, tuple[Callable[..., Path], dict[str, Any]]] = {
     "llama": (fixtures.llama, {}),
     "llama_llama3": (fixtures.llama, {"rope": "llama3", "attention_bias": True, "tie_word_embeddings": True}),
+    "deepseek_moe": (fixtures.deepseek_moe, {"rope": "linear"}),
     "deepseek_v2": (fixtures.deepseek_v2, {}),
     "deepseek_v2_lite": (
         fixtures.deepseek_v2,

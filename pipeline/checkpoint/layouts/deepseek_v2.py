@@ -8,9 +8,9 @@ kv_lora_rank 512, 160 experts of 1536, 2 shared); V2-Lite has q_proj in place of
 from __future__ import annotations
 
 from pipeline.checkpoint.architecture import Architecture
-from pipeline.checkpoint.layouts import llama
+from pipeline.checkpoint.layouts import deepseek, llama
 from pipeline.checkpoint.layouts.llama import LAYERS, SOURCE_LAYERS
-from pipeline.checkpoint.layouts.rows import DENSE, EXPERT, LAYER, ROUTED, Dimension, Row, linear, vector
+from pipeline.checkpoint.layouts.rows import DENSE, LAYER, Dimension, Row, linear, vector
 from pipeline.errors import CheckpointError
 
 
@@ -58,30 +58,13 @@ ATTENTION: list[Row] = [
         bias="attention_bias",
     ),
 ]
-ROUTED_MLP: list[Row] = [
-    # model.layers.3.mlp.gate.weight [160, 5120] -> transformer.layers.3.mlp.router.weight
-    *linear(LAYERS + "mlp.router", [SOURCE_LAYERS + "mlp.gate"], ["experts"], "hidden", role="router", where=ROUTED),
-    # model.layers.3.mlp.shared_experts.gate_proj.weight [3072, 5120]
-    #   -> transformer.layers.3.mlp.shared_expert.fc.weight, and up_proj -> gate, down_proj -> proj
-    *llama.mlp(
-        LAYERS + "mlp.shared_expert",
-        SOURCE_LAYERS + "mlp.shared_experts",
-        "shared",
-        role="shared_experts",
-        where=ROUTED,
-        bias="mlp_bias",
-    ),
-    # model.layers.3.mlp.experts.7.gate_proj.weight [1536, 5120]
-    #   -> transformer.layers.3.mlp.experts.7.fc.weight, and up_proj -> gate, down_proj -> proj
-    *llama.mlp(LAYERS + "mlp.experts.{e}", SOURCE_LAYERS + "mlp.experts.{e}", "expert", role="experts", where=EXPERT),
-]
 ROWS: tuple[Row, ...] = (
     *llama.EMBEDDING,
     *llama.INPUT_NORM,
     *ATTENTION,
     *llama.POST_NORM,
     *llama.mlp(LAYERS + "mlp", SOURCE_LAYERS + "mlp", "intermediate", role="mlp", where=DENSE, bias="mlp_bias"),
-    *ROUTED_MLP,
+    *deepseek.ROUTED_MLP,
     *llama.HEAD,
 )
 UNUSED = llama.UNUSED
@@ -107,11 +90,4 @@ def list_dimensions(a: Architecture) -> dict[str, Dimension]:
     }
     if latent.q_lora_rank is not None:
         dimensions["q_lora"] = Dimension(latent.q_lora_rank, "q_lora_rank")
-    if a.experts is not None:
-        width = a.experts.intermediate_size
-        dimensions |= {
-            "experts": Dimension(a.experts.num_routed, "n_routed_experts"),
-            "expert": Dimension(width, "moe_intermediate_size"),
-            "shared": Dimension(width * a.experts.num_shared, "moe_intermediate_size * n_shared_experts"),
-        }
-    return dimensions
+    return dimensions | deepseek.list_expert_dimensions(a)

@@ -12,7 +12,7 @@ from __future__ import annotations
 
 from dataclasses import replace
 
-from pipeline.checkpoint.layouts import deepseek_v2, llama
+from pipeline.checkpoint.layouts import deepseek, deepseek_v2, llama
 from pipeline.checkpoint.layouts.deepseek_v2 import UNUSED, list_dimensions
 from pipeline.checkpoint.layouts.llama import LAYERS, SOURCE_LAYERS
 from pipeline.checkpoint.layouts.rows import DENSE, LAYER, MTP_PREFIX, ROUTED, Row, linear, vector
@@ -37,7 +37,7 @@ DECODER_LAYER: list[Row] = [
     *llama.POST_NORM,
     *llama.mlp(LAYERS + "mlp", SOURCE_LAYERS + "mlp", "intermediate", role="mlp", where=DENSE, bias="mlp_bias"),
     *CORRECTION_BIAS,
-    *deepseek_v2.ROUTED_MLP,
+    *deepseek.ROUTED_MLP,
 ]
 BEFORE: list[Row] = [
     # model.layers.61.embed_tokens.weight [129280, 7168] -> transformer.mtp_layers.0.vocab_embedding.weight; a copy of

@@ -10,7 +10,7 @@ from functools import cached_property
 from itertools import chain
 
 from pipeline.checkpoint.architecture import Architecture
-from pipeline.checkpoint.layouts import deepseek_v2, deepseek_v3, llama, qwen2
+from pipeline.checkpoint.layouts import deepseek, deepseek_v2, deepseek_v3, llama, qwen2
 from pipeline.checkpoint.layouts.rows import DENSE, EXPERT, MODEL, ROUTED, Dimension, Mapping, Row
 from pipeline.checkpoint.layouts.scales import FP8, scale_mapping
 from pipeline.checkpoint.tensors import TensorInfo
@@ -22,6 +22,7 @@ Shape = tuple[int, ...]
 LAYOUTS = {
     "LlamaForCausalLM": llama,
     "Qwen2ForCausalLM": qwen2,
+    "DeepseekForCausalLM": deepseek,
     "DeepseekV2ForCausalLM": deepseek_v2,
     "DeepseekV3ForCausalLM": deepseek_v3,
 }

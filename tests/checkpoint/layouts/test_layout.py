@@ -51,6 +51,18 @@ V2: dict[str, Any] = {
     "topk_group": 3,
     "topk_method": "group_limited_greedy",
 }
+# huggingface.co/deepseek-ai/deepseek-moe-16b-base
+MOE_16B: dict[str, Any] = {
+    **fixtures.MOE_CONFIG,
+    "hidden_size": 2048,
+    "intermediate_size": 10944,
+    "moe_intermediate_size": 1408,
+    "n_routed_experts": 64,
+    "num_attention_heads": 16,
+    "num_hidden_layers": 28,
+    "num_key_value_heads": 16,
+    "vocab_size": 102400,
+}
 CODER_6B: dict[str, Any] = {
     **fixtures.LLAMA_CONFIG,
     "hidden_size": 4096,
@@ -118,6 +130,7 @@ def layout_of(config: dict[str, Any]) -> Layout:
     [
         (V2_LITE, 15_706_484_224),
         (V2, 235_741_434_880),
+        (MOE_16B, 16_375_728_128),
         (CODER_6B, 6_740_512_768),
         (QWEN_1_5B, 1_777_088_000),
         (QWEN_7B, 7_615_616_512),
@@ -138,6 +151,8 @@ def test_parameter_count_is_the_hubs(config: dict[str, Any], parameters: int) ->
         (fixtures.llama, {}),
         (fixtures.llama, {"attention_bias": True, "mlp_bias": True, "head_dim": 64}),
         (fixtures.llama, {"tie_word_embeddings": True}),
+        (fixtures.deepseek_moe, {}),
+        (fixtures.deepseek_moe, {"num_hidden_layers": 5, "moe_layer_freq": 2, "attention_bias": True}),
         (fixtures.deepseek_v2, {}),
         (fixtures.deepseek_v2, {"q_lora_rank": None, "first_k_dense_replace": 0}),
         (fixtures.deepseek_v2, {"attention_bias": True}),
