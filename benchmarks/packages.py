@@ -10,9 +10,9 @@ from pathlib import Path
 
 from benchmarks.idle import write_backends
 from pipeline.triton.canary import LOAD_S, find_package
+from pipeline.triton.emission import ARTIFACTS
 from pipeline.triton.installation import find_installation, mirror
 from pipeline.triton.model_config import parse_config, print_config
-from pipeline.triton.repository import ARTIFACTS
 from pipeline.triton.server import TritonServer
 
 MODEL = "tensorrt_llm"

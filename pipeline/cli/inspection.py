@@ -158,9 +158,9 @@ def _describe_engine(path: Path) -> Document:
 
 def _describe_repository(path: Path) -> Document:
     from pipeline.release.manifest import MANIFEST, find_wrong_sizes
+    from pipeline.triton.emission import BACKENDS
     from pipeline.triton.lint import lint_repository
     from pipeline.triton.model_config import parse_config
-    from pipeline.triton.repository import BACKENDS
 
     root = path if any(path.glob("*/config.pbtxt")) else path / REPOSITORY
     models, parameters = [], {}

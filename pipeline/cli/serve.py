@@ -84,7 +84,7 @@ def command(
 
 def _find(config_file: str, overrides: Sequence[str]) -> tuple[Path, Path]:
     """The package, made if need be, and where its server's log goes."""
-    from pipeline.triton.repository import REPOSITORY
+    from pipeline.triton.emission import REPOSITORY
 
     folder = Path(config_file)
     if (folder / REPOSITORY).is_dir():

@@ -10,11 +10,11 @@ from pipeline.errors import PackageError, TrtseekError
 from pipeline.release.manifest import MANIFEST, find_wrong_sizes
 from pipeline.triton.addresses import Addresses, reach
 from pipeline.triton.client import Client
+from pipeline.triton.emission import BACKENDS, REPOSITORY
 from pipeline.triton.errors import ServerError
 from pipeline.triton.installation import Installation, find_installation
 from pipeline.triton.model_config import parse_config
 from pipeline.triton.query import Query
-from pipeline.triton.repository import BACKENDS, REPOSITORY
 from pipeline.triton.server import TritonServer
 
 # The smallest request that goes through tokenizer, executor and network.

@@ -10,36 +10,24 @@ in it, because Triton takes every folder of a repository for a model.
 
 from __future__ import annotations
 
-import errno
 import json
-import os
 import shutil
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from pipeline.digest import digest_file, digest_json
+from pipeline.digest import digest_file
 from pipeline.errors import BuildError, PackageError
 from pipeline.progress import SILENT, Progress
 from pipeline.triton import MODEL_REPO
+from pipeline.triton.emission import ARTIFACTS, BACKENDS, REPOSITORY, Linker, list_modules, write_models
 from pipeline.triton.lint import check_repository
-from pipeline.triton.model_config import Paths, RepositorySettings, build_configs, print_config
+from pipeline.triton.model_config import Paths, RepositorySettings, build_configs
 
 if TYPE_CHECKING:
     from pipeline.config.schema import Config
     from pipeline.engine.description import EngineDescription
-
-REPOSITORY, BACKENDS, ARTIFACTS = "model_repository", "backends", "artifacts"
-VERSION = "1"
-# Modules that a model's code imports, copied beside it.
-SHARED_MODULES = {
-    "preprocessing": ("trtseek_text.py",),
-    "postprocessing": ("trtseek_text.py",),
-    "tensorrt_llm_bls": tuple(f"trtseek_{part}.py" for part in ("text", "chat", "stream", "answer", "child", "wire")),
-}
-# Errors of os.link that mean "not here": another file system, one without hard links, too many of them.
-NOT_LINKABLE = (errno.EXDEV, errno.EPERM, errno.EMLINK, errno.ENOTSUP, errno.EOPNOTSUPP)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -71,13 +59,13 @@ def emit_repository(
     description = _read_description(engine)
     digest = _check_belonging(description, checkpoint, _read_json(network), network)
     files = _list_files(description, engine, checkpoint, network)
-    linker = _Linker(output / ARTIFACTS, on_link, progress)
+    linker = Linker(output / ARTIFACTS, on_link, progress)
     progress.start("package", sum(file.stat().st_size for group in files.values() for file in group), "B")
     artifacts = {kind: linker.link_folder(kind, group) for kind, group in files.items()}
     folders = {kind: f"../../{ARTIFACTS}/{folder.name}" for kind, folder in artifacts.items()}
     paths = Paths(**folders, network=f"{folders['checkpoint']}/{network.name}")
     settings = make_settings(config, network_digest=digest, engine_digest=description.digest)
-    _write_models(output / REPOSITORY, build_configs(settings, paths))
+    write_models(output / REPOSITORY, build_configs(settings, paths), list_modules("trtseek_child.py"))
     shutil.copytree(MODEL_REPO / "backends", output / BACKENDS, ignore=shutil.ignore_patterns("__pycache__"))
     check_repository(output / REPOSITORY, backends=output / BACKENDS)
     return Repository(path=output / REPOSITORY, backends=output / BACKENDS, network_digest=digest, artifacts=artifacts)
@@ -131,52 +119,6 @@ def _list_files(description: EngineDescription, engine: Path, checkpoint: Path, 
         "checkpoint": [*folder.files, network],
         "tokenizer": folder.tokenizer_files,
     }
-
-
-class _Linker:
-    """Hard-links files into folders named after their content, and copies where the file system cannot."""
-
-    def __init__(self, parent: Path, on_link: Callable[[Path, str], object], progress: Progress) -> None:
-        self.parent, self.on_link, self.progress = parent, on_link, progress
-        self.noted = False
-
-    def link_folder(self, kind: str, files: Iterable[Path]) -> Path:
-        digests = {file: digest_file(file) for file in files}
-        content = digest_json({file.name: digest for file, digest in digests.items()})
-        folder = self.parent / f"{kind}-{content.partition(':')[2][:16]}"
-        folder.mkdir(parents=True)
-        for file, digest in digests.items():
-            target = folder / file.name
-            self._link(file, target)
-            self.on_link(target, digest)
-            self.progress.advance(target.stat().st_size)
-        return folder
-
-    def _link(self, source: Path, target: Path) -> None:
-        try:
-            os.link(source.resolve(), target)
-        except OSError as error:
-            if error.errno not in NOT_LINKABLE:
-                raise
-            if not self.noted:
-                self.progress.note(f"files are copied, not linked: {error.strerror} (from {source.parent})")
-                self.noted = True
-            shutil.copyfile(source, target)
-
-
-def _write_models(repository: Path, configs: dict[str, Any]) -> None:
-    for model, config in configs.items():
-        version = repository / model / VERSION
-        version.mkdir(parents=True)
-        (repository / model / "config.pbtxt").write_text(print_config(config), encoding="utf-8")
-        source = MODEL_REPO / model / VERSION / "model.py"
-        if source.is_file():
-            shutil.copyfile(source, version / source.name)
-        else:
-            # Triton wants the folder, and neither git nor an object store keeps an empty one.
-            (version / ".keep").touch()
-        for module in SHARED_MODULES.get(model, ()):
-            shutil.copyfile(MODEL_REPO / module, version / module)
 
 
 def _read_description(engine: Path) -> EngineDescription:

@@ -22,10 +22,10 @@ from pathlib import Path
 from pipeline.triton import keeper
 from pipeline.triton.addresses import Addresses
 from pipeline.triton.control import Control
+from pipeline.triton.emission import ARTIFACTS
 from pipeline.triton.errors import ServerError
 from pipeline.triton.installation import Installation, mirror
 from pipeline.triton.processes import PREFIX, find_stubs, is_alive, processor_time, remove_stale_memory
-from pipeline.triton.repository import ARTIFACTS
 
 STUB_S = 300
 # Triton's exit time-out counts requests in flight and the end of its models' processes together.

@@ -1,0 +1,80 @@
+"""What emitting a model repository takes in every flavour: the models' folders, and links to what they need."""
+
+from __future__ import annotations
+
+import errno
+import os
+import shutil
+from collections.abc import Callable, Iterable, Mapping
+from pathlib import Path
+from typing import Any
+
+from pipeline.digest import digest_file, digest_json
+from pipeline.progress import Progress
+from pipeline.triton import MODEL_REPO
+from pipeline.triton.model_config import print_config
+
+REPOSITORY, BACKENDS, ARTIFACTS = "model_repository", "backends", "artifacts"
+VERSION = "1"
+# Errors of os.link that mean "not here": another file system, one without hard links, too many of them.
+NOT_LINKABLE = (errno.EXDEV, errno.EPERM, errno.EMLINK, errno.ENOTSUP, errno.EOPNOTSUPP)
+# Modules that a model's code imports, copied beside it: name there -> name in model_repo/.
+Modules = Mapping[str, Mapping[str, str]]
+
+
+def list_modules(child: str) -> Modules:
+    """The modules of each model. `child`: which of its forms `trtseek_child` has."""
+    text = {"trtseek_text.py": "trtseek_text.py"}
+    answers = {name: name for name in ("trtseek_chat.py", "trtseek_stream.py", "trtseek_answer.py", "trtseek_wire.py")}
+    return {
+        "preprocessing": text,
+        "postprocessing": text,
+        "tensorrt_llm_bls": {**text, **answers, "trtseek_child.py": child},
+    }
+
+
+def write_models(repository: Path, configs: Mapping[str, Any], modules: Modules) -> None:
+    """A folder for each model: config.pbtxt, and the code that it has."""
+    for model, config in configs.items():
+        version = repository / model / VERSION
+        version.mkdir(parents=True)
+        (repository / model / "config.pbtxt").write_text(print_config(config), encoding="utf-8")
+        source = MODEL_REPO / model / VERSION / "model.py"
+        if source.is_file():
+            shutil.copyfile(source, version / source.name)
+        else:
+            # Triton wants the folder, and neither git nor an object store keeps an empty one.
+            (version / ".keep").touch()
+        for name, module in modules.get(model, {}).items():
+            shutil.copyfile(MODEL_REPO / module, version / name)
+
+
+class Linker:
+    """Hard-links files into folders named after their content, and copies where the file system cannot."""
+
+    def __init__(self, parent: Path, on_link: Callable[[Path, str], object], progress: Progress) -> None:
+        self.parent, self.on_link, self.progress = parent, on_link, progress
+        self.noted = False
+
+    def link_folder(self, kind: str, files: Iterable[Path]) -> Path:
+        digests = {file: digest_file(file) for file in files}
+        content = digest_json({file.name: digest for file, digest in digests.items()})
+        folder = self.parent / f"{kind}-{content.partition(':')[2][:16]}"
+        folder.mkdir(parents=True)
+        for file, digest in digests.items():
+            target = folder / file.name
+            self._link(file, target)
+            self.on_link(target, digest)
+            self.progress.advance(target.stat().st_size)
+        return folder
+
+    def _link(self, source: Path, target: Path) -> None:
+        try:
+            os.link(source.resolve(), target)
+        except OSError as error:
+            if error.errno not in NOT_LINKABLE:
+                raise
+            if not self.noted:
+                self.progress.note(f"files are copied, not linked: {error.strerror} (from {source.parent})")
+                self.noted = True
+            shutil.copyfile(source, target)
