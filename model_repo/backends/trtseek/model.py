@@ -24,6 +24,7 @@ class TritonPythonModel:
             atexit.register(os._exit, 0)
         try:
             from pipeline.errors import TrtseekError
+            from pipeline.triton.backend.loading import load_model
             from pipeline.triton.backend.service import Service
         except ImportError as error:
             version = f"{sys.version_info.major}.{sys.version_info.minor}"
@@ -31,15 +32,16 @@ class TritonPythonModel:
                 f"{error}: the backend trtseek needs the package of that name in Triton's Python {version} at "
                 f"{sys.prefix}: install it there with pip, or start the server with `trtseek serve`"
             ) from error
-        parameters = json.loads(args["model_config"]).get("parameters", {})
+        given = json.loads(args["model_config"]).get("parameters", {})
+        parameters = {key: value["string_value"] for key, value in given.items()}
         folder = Path(args["model_repository"])
         if folder.name != args["model_name"]:
             folder = folder / args["model_name"]
         try:
             self.service = Service(
                 pb_utils,
-                folder,
-                {key: value["string_value"] for key, value in parameters.items()},
+                load_model(folder, parameters),
+                parameters,
                 model=args["model_name"],
                 version=args["model_version"],
             )

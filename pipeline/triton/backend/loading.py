@@ -7,6 +7,7 @@ interpreter; its digest must be the one that was proved and built.
 from __future__ import annotations
 
 import json
+import math
 from collections.abc import Mapping
 from dataclasses import dataclass, replace
 from pathlib import Path
@@ -18,7 +19,9 @@ from pipeline.errors import CompatibilityError, PackageError, TrtseekError
 from pipeline.runtime.limits import Limits
 
 if TYPE_CHECKING:
+    from pipeline.checkpoint.architecture import Architecture
     from pipeline.checkpoint.folder import CheckpointFolder
+    from pipeline.engine.limits import BuildLimits
     from pipeline.network.program import Program
     from pipeline.network.spec import NetworkSpec
     from pipeline.runtime.runner import Runner
@@ -129,34 +132,48 @@ def _load_engine(folder: Path, parameters: Mapping[str, str]) -> Loaded:
 
 def _load_interpreter(folder: Path, parameters: Mapping[str, str]) -> Loaded:
     from pipeline.checkpoint.folder import CheckpointFolder
-    from pipeline.network import inputs
-    from pipeline.runtime.runner import InterpreterRunner
 
     description = _describe(folder, parameters)
     checkpoint = CheckpointFolder.open((folder / parameters["checkpoint_path"]).resolve())
     program = rebuild_program(checkpoint, description.spec, parameters["network_digest"])
-    mode: Any = parameters.get("interpreter_mode", "fast")
+    return interpret(
+        program,
+        checkpoint.architecture,
+        description.spec,
+        description.limits,
+        mode=parameters.get("interpreter_mode", "fast"),
+        blocks=_count_wanted(description, parameters),
+    )
+
+
+def interpret(
+    program: Program, architecture: Architecture, spec: NetworkSpec, build: BuildLimits, *, mode: Any, blocks: int
+) -> Loaded:
+    """A network run by the interpreter, with as many of the KV `blocks` as memory has room for. Raises
+    CompatibilityError where not even one sequence has."""
+    from pipeline.network import inputs
+    from pipeline.runtime.runner import InterpreterRunner
+
     runner = InterpreterRunner(program, mode=mode)
     held = 4 if mode == "exact" else None
-    sizes = {"NB": 1}
     block_bytes = sum(
-        _count(port.resolve(sizes)) * (held or {"float32": 4}.get(port.dtype, 2))
-        for port in inputs.pools(checkpoint.architecture, description.spec)
+        math.prod(port.resolve({"NB": 1})) * (held or {"float32": 4}.get(port.dtype, 2))
+        for port in inputs.pools(architecture, spec)
     )
     affordable = int(free_memory() * HOST_POOL_FRACTION) // block_bytes
-    blocks = min(_count_wanted(description, parameters), description.limits.max_blocks, affordable)
-    needed = description.limits.table_width(description.limits.max_seq_len) + 1
+    blocks = min(blocks, build.max_blocks, affordable)
+    needed = build.table_width(build.max_seq_len) + 1
     if blocks < needed:
         raise CompatibilityError(
             f"the KV pool would have {blocks} blocks, and one sequence of max_seq_len tokens needs {needed}",
             hint="free memory, raise max_tokens_in_paged_kv_cache, or lower stages.build.max_seq_len",
         )
-    limits = Limits.of_engine(description.limits, blocks)
+    limits = Limits.of_engine(build, blocks)
     step = min(limits.max_num_tokens, max(HOST_STEP_TOKENS, limits.max_batch_size))
     return Loaded(
         runner=runner,
         limits=replace(limits, max_num_tokens=step, max_padded_rows=max(step, HOST_PADDED_ROWS), mixed=False),
-        vocab_size=checkpoint.architecture.vocab_size,
+        vocab_size=architecture.vocab_size,
         kind=f"interpreter, {mode} mode",
     )
 
@@ -181,13 +198,6 @@ def _count_wanted(description: EngineDescription, parameters: Mapping[str, str])
     if tokens is None:
         return description.limits.max_blocks
     return 1 + int(tokens) // description.limits.block_size  # block 0 holds no token
-
-
-def _count(shape: tuple[int, ...]) -> int:
-    count = 1
-    for size in shape:
-        count *= size
-    return count
 
 
 def _read_json(path: Path, problems: list[str]) -> dict[str, Any] | None:

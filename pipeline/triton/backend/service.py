@@ -6,7 +6,6 @@ import threading
 import time
 from collections.abc import Callable, Mapping
 from functools import partial
-from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from pipeline.errors import TrtseekError
@@ -15,7 +14,6 @@ from pipeline.runtime.executor import Executor, ExecutorSettings
 from pipeline.runtime.request import Priority
 from pipeline.runtime.scheduler import Policy
 from pipeline.triton.backend.door import Door
-from pipeline.triton.backend.loading import load_model
 from pipeline.triton.backend.metrics import Metrics
 from pipeline.triton.backend.replies import Outbox, Reply
 from pipeline.triton.backend.requests import is_stop, name_tensor, read_requests, read_wanted
@@ -24,6 +22,7 @@ from pipeline.triton.backend.stub import StubSender, read_parameters, read_tenso
 if TYPE_CHECKING:
     from pipeline.runtime.handle import Callback, Handle
     from pipeline.runtime.request import Request
+    from pipeline.triton.backend.loading import Loaded
     from pipeline.triton.backend.responses import Arrays
     from pipeline.triton.backend.senders import Sender
 
@@ -38,10 +37,9 @@ CLOSE_S = 5.0
 class Service:
     """One model instance. `execute` returns at once; everything else happens on the service's own threads."""
 
-    def __init__(self, module: Any, folder: Path, parameters: Mapping[str, str], *, model: str, version: str) -> None:
-        """`module`: triton_python_backend_utils. `folder`: the model's own. Raises PackageError, CompatibilityError."""
-        self._module, self.log = module, module.Logger
-        self.loaded = load_model(folder, parameters)
+    def __init__(self, module: Any, loaded: Loaded, parameters: Mapping[str, str], *, model: str, version: str) -> None:
+        """`module`: triton_python_backend_utils."""
+        self._module, self.log, self.loaded = module, module.Logger, loaded
         self.executor = Executor(
             self.loaded.runner, self.loaded.limits, vocab_size=self.loaded.vocab_size, settings=_settings(parameters)
         )
