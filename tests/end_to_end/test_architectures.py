@@ -34,9 +34,8 @@ class Case:
 CASES = {
     "qwen2-awq": Case(lambda p: fixtures.qwen2(p, tokenizer=True), (), 80, 12),
     "r1-distill-llama-awq": Case(lambda p: fixtures.llama(p, tokenizer=True, **fixtures.R1_DISTILL_LLAMA), (), 80, 12),
-    # Dense: qkv, dense, fc, gate, proj. Routed: qkv, dense, 3 shared, 3 of each expert.
-    "moe-awq": Case(lambda p: fixtures.deepseek_moe(p, tokenizer=True), (), 80, 4 + 2 * (4 + 3 * 16)),
     # Dense: dense, fc, gate, proj. Routed: dense, 3 shared, 3 of each expert.
+    "moe-awq": Case(lambda p: fixtures.deepseek_moe(p, tokenizer=True), (), 80, 4 + 2 * (4 + 3 * 16)),
     "v2-lite-rtn": Case(
         lambda p: fixtures.deepseek_v2(p, tokenizer=True, **fixtures.V2_LITE_SHAPES),
         ("stages.quantize.method=rtn",),
