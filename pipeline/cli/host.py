@@ -40,6 +40,8 @@ def list_host_notes(config: Config) -> tuple[str, ...]:
     from pipeline.stages.versions import find_version
 
     backend, gpu = config.target.backend, config.target.device
+    if config.target.world.foreign:
+        return ()  # llmapi builds nothing; a tensorrt_llm engine that cannot be built here becomes a job for a host
     version = find_version(backend)
     if backend == "tensorrt_rtx":
         return () if version else ("this host cannot build: tensorrt-rtx is not installed (pip install tensorrt-rtx)",)

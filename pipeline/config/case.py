@@ -7,7 +7,7 @@ from dataclasses import dataclass
 from functools import cached_property
 from typing import TYPE_CHECKING
 
-from pipeline.quantization.selection import NEVER, Decision, find_pattern, fit
+from pipeline.quantization.selection import METHODS, NEVER, Decision, find_pattern, fit
 
 if TYPE_CHECKING:
     from pipeline.checkpoint.architecture import Architecture
@@ -80,6 +80,11 @@ class Case:
     @property
     def is_quantized(self) -> bool:
         return self.quantize.applies
+
+    @property
+    def formats(self) -> list[str]:
+        """Of all that a linear may become: keys of FORMATS, sorted."""
+        return sorted({METHODS[method].format for method in self.quantize.rules.methods})
 
     @cached_property
     def kept_fp8(self) -> str | None:

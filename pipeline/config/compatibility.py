@@ -9,12 +9,17 @@ from pipeline.config.case import Case
 from pipeline.config.notes import NOTES, UNBUILT
 from pipeline.config.recipe_rules import RECIPE_RULES
 from pipeline.config.rules import RULES, Rule
+from pipeline.config.tensorrt_llm_build_rules import TENSORRT_LLM_BUILD_RULES
+from pipeline.config.tensorrt_llm_rules import TENSORRT_LLM_RULES
 from pipeline.errors import CompatibilityError
 
 if TYPE_CHECKING:
     from pipeline.checkpoint.architecture import Architecture
     from pipeline.checkpoint.tensors import TensorInfo
     from pipeline.config.schema import Config
+
+
+ALL_RULES: tuple[Rule, ...] = (*RULES, *RECIPE_RULES, *TENSORRT_LLM_RULES, *TENSORRT_LLM_BUILD_RULES)
 
 
 def check_compatibility(
@@ -25,7 +30,7 @@ def check_compatibility(
     `tensors` are the source checkpoint's headers. Raises CompatibilityError: each broken rule's reason and way out.
     """
     case = Case(config=config, architecture=architecture, tensors=tensors)
-    _refuse((*RULES, *RECIPE_RULES), case)
+    _refuse(ALL_RULES, case)
     notes = (rule.find(case) for rule in (*NOTES, *UNBUILT))
     return tuple(note for note in notes if note)
 

@@ -46,7 +46,7 @@ def _note_made_blocks(case: Case) -> str | None:
 
 def _note_cache_scales(case: Case) -> str | None:
     wanted = case.quantize.kv_cache
-    if wanted == "none":
+    if wanted == "none" or case.config.target.world.foreign:
         return None
     return (
         f"scales for a KV cache in {wanted} are calibrated and stored, and this engine does not use them: its cache "
@@ -94,7 +94,7 @@ NOTES: tuple[Rule, ...] = (
 
 def _find_parallel(case: Case) -> str | None:
     p = case.parallel
-    if p.tensor == p.pipeline == p.expert == 1:
+    if p.tensor == p.pipeline == p.expert == 1 or case.config.target.world.foreign:
         return None
     return (
         f"tensor {p.tensor}, pipeline {p.pipeline}, expert {p.expert}: engines over several GPUs come later; this "

@@ -40,6 +40,8 @@ def _find_unsplit_heads(case: Case) -> str | None:
 def _find_unsplit_kv_heads(case: Case) -> str | None:
     if case.architecture.latent is not None:
         return None  # the latent is one head that every rank holds
+    if case.config.target.backend == "tensorrt_llm" and case.parallel.tensor % case.architecture.num_kv_heads == 0:
+        return None  # it gives a head to several ranks
     return _split(case.architecture.num_kv_heads, "key/value heads", case.parallel.tensor, "tensor")
 
 

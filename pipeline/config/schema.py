@@ -13,6 +13,7 @@ from typing import Annotated, Any, Literal, Self
 from pydantic import AfterValidator, Field, PrivateAttr, model_validator
 from pydantic_core import PydanticCustomError
 
+from pipeline.config.backends import BACKENDS, BackendRow
 from pipeline.config.gpus import GPU, find_gpu, load_gpus
 from pipeline.config.proof import Context, Continuations, Gates, HeldOut, Verify
 from pipeline.config.section import Positive, Section
@@ -78,9 +79,11 @@ class Target(Section):
         description="The GPU's name, e.g. A100-80GB; `trtseek schema` lists all that are known.",
         json_schema_extra=_list_gpus,
     )
-    backend: Literal["tensorrt_rtx", "tensorrt"] = Field(
+    backend: Literal["tensorrt_rtx", "tensorrt", "tensorrt_llm", "llmapi"] = Field(
         default="tensorrt_rtx",
-        description="Builder: tensorrt_rtx builds on any x86-64 host, GPU or not; tensorrt (11) on the GPU itself.",
+        description="Builder: tensorrt_rtx builds on any x86-64 host, GPU or not; tensorrt (11) on the GPU itself; "
+        "tensorrt_llm: TensorRT-LLM 1.2.1's engines; llmapi: no engine, a checkpoint for TensorRT-LLM's PyTorch "
+        "backend.",
     )
     parallel: Parallel = Field(default=Parallel(), description="How many GPUs share one model.")
 
@@ -88,6 +91,11 @@ class Target(Section):
     def device(self) -> GPU:
         """The GPU's row of the data table."""
         return find_gpu(self.gpu)
+
+    @property
+    def world(self) -> BackendRow:
+        """The backend's row."""
+        return BACKENDS[self.backend]
 
 
 class Stages(Section):

@@ -9,6 +9,7 @@ from pydantic import BeforeValidator, Field
 
 from pipeline.config.recipe import Budget, Method, Recipe, Sensitivity, allow_short_forms
 from pipeline.config.section import Positive, Ratio, Section
+from pipeline.config.tensorrt_llm import TensorRTLLM
 from pipeline.quantization.selection import GroupSize, Role, Rules
 
 if TYPE_CHECKING:
@@ -80,8 +81,8 @@ class Quantize(Section):
     )
     kv_cache: Literal["none", "fp8", "int8"] = Field(
         default="none",
-        description="Calibrate and store a scale for each layer's quantized KV cache. The engine's own cache stays in "
-        "the model's type.",
+        description="Calibrate and store a scale for each layer's quantized KV cache. TensorRT-LLM's engines have such "
+        "a cache; trtseek's own stays in the model's type.",
     )
     group_size: GroupSize = Field(
         default=128,
@@ -186,6 +187,7 @@ class Build(Section):
     weight_streaming: bool = Field(
         default=False, description="Whether a runner may keep a part of the weights in host memory."
     )
+    tensorrt_llm: TensorRTLLM = Field(default=TensorRTLLM(), description="What only backend tensorrt_llm has.")
 
     @property
     def profiles(self) -> tuple[GenerationProfile, ...]:
@@ -216,7 +218,9 @@ class Build(Section):
 class Package(Section):
     """The Triton model repository."""
 
-    flavour: Literal["trtseek"] = Field(default="trtseek", description="trtseek: our executor on our engine.")
+    flavour: Literal["trtseek", "tensorrtllm", "llmapi"] | None = Field(
+        default=None, description="What serves the model; null: as target.backend needs, which no other may contradict."
+    )
     kv_cache_free_gpu_mem_fraction: Annotated[float, Field(gt=0, le=1)] = Field(
         default=0.9, description="Share of the GPU memory left after the engine that the KV pool takes."
     )

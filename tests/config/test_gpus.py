@@ -42,8 +42,8 @@ def test_features_begin_with_their_generation():
 
 def test_backends():
     assert supported_sms("tensorrt_rtx") == (75, 80, 86, 89, 120, 121)
-    assert find_gpu("H200").backends == ("tensorrt",)
-    assert find_gpu("RTX 5090").backends == ("tensorrt_rtx", "tensorrt")
+    assert find_gpu("H200").backends == ("tensorrt", "tensorrt_llm", "llmapi")
+    assert find_gpu("RTX 5090").backends == ("tensorrt_rtx", "tensorrt", "tensorrt_llm", "llmapi")
 
 
 def test_rtx_builder_agrees_with_the_table():

@@ -1,0 +1,230 @@
+"""Rules of backends tensorrt_llm and llmapi: each with settings that break it and settings that keep it."""
+
+import pytest
+
+from pipeline.config.compatibility import check_buildable
+from pipeline.config.gpus import supported_sms
+from pipeline.config.tensorrt_llm_build_rules import TENSORRT_LLM_BUILD_RULES
+from pipeline.config.tensorrt_llm_rules import TENSORRT_LLM_RULES
+from pipeline.errors import CompatibilityError
+from tests.config.test_compatibility import CODER, V2_LITE, make_case
+
+RULES = {rule.name: rule for rule in (*TENSORRT_LLM_RULES, *TENSORRT_LLM_BUILD_RULES)}
+ENGINE = {"target.gpu": "H100", "target.backend": "tensorrt_llm"}
+PYTORCH = {"target.gpu": "H100", "target.backend": "llmapi"}
+FP8 = {**ENGINE, "stages.quantize.method": "fp8"}
+OWN = "stages.build.tensorrt_llm"
+
+# rule, settings that break it, settings that keep it, a piece of the message
+SETTINGS = [
+    (
+        "flavour_of_backend",
+        {**ENGINE, "stages.package.flavour": "trtseek"},
+        {**ENGINE, "stages.package.flavour": "tensorrtllm"},
+        "flavour trtseek does not serve what backend tensorrt_llm makes, which is tensorrtllm's",
+    ),
+    ("flavour_of_backend", {"stages.package.flavour": "llmapi"}, {"stages.package.flavour": "trtseek"}, "trtseek's"),
+    (
+        "own_settings",
+        {**PYTORCH, "stages.build.weights": "stripped", "stages.build.max_blocks": 900},
+        {"stages.build.weights": "stripped"},
+        "max_blocks, weights: of trtseek's own network, which llmapi does not use",
+    ),
+    (
+        "engines_in_16_bits",
+        {**ENGINE, "stages.convert.dtype": "float32"},
+        {**PYTORCH, "stages.convert.dtype": "float32"},
+        "float32 weights",
+    ),
+    (
+        "no_blocks",
+        {**ENGINE, "stages.quantize.method": "fp8_blocks"},
+        {**PYTORCH, "stages.quantize.method": "fp8_blocks"},
+        "method fp8_blocks: only TensorRT-LLM's PyTorch backend reads",
+    ),
+    (
+        "no_integers_on_blackwell",
+        {**ENGINE, "target.gpu": "B200"},
+        {**ENGINE, "target.gpu": "RTX-5090"},
+        "W4A16_AWQ on the B200: TensorRT-LLM refuses INT4 and INT8 on SM100",
+    ),
+    (
+        "one_format",
+        {**ENGINE, "stages.quantize.recipe": {"rows": [{"pattern": "*.attention.dense", "method": "int8"}]}},
+        {"stages.quantize.recipe": {"rows": [{"pattern": "*.attention.dense", "method": "int8"}]}},
+        "mixed precision (int4, int8)",
+    ),
+    ("one_format", {**ENGINE, "stages.quantize.recipe": {"auto": True}}, FP8, "mixed precision (recipe: auto)"),
+    (
+        "fp8_cache_needs_sm89",
+        {**ENGINE, "target.gpu": "A100", "stages.quantize.kv_cache": "fp8"},
+        {**ENGINE, "target.gpu": "L4", "stages.quantize.kv_cache": "fp8"},
+        "SM89 or later; the A100-80GB is SM80",
+    ),
+    (
+        "no_int8_cache",
+        {**PYTORCH, "stages.quantize.kv_cache": "int8"},
+        {**ENGINE, "stages.quantize.kv_cache": "int8"},
+        "an INT8 KV cache",
+    ),
+    (
+        "paged_attention_reads",
+        {**ENGINE, "stages.quantize.kv_cache": "int8"},
+        {**ENGINE, "stages.quantize.kv_cache": "int8", "stages.package.enable_kv_cache_reuse": False},
+        "enable_kv_cache_reuse: an INT8 KV cache turns paged context FMHA off",
+    ),
+    (
+        "paged_attention_reads",
+        {**ENGINE, "stages.quantize.kv_cache": "int8", f"{OWN}.use_paged_context_fmha": True},
+        {**ENGINE, "stages.quantize.kv_cache": "fp8", f"{OWN}.use_paged_context_fmha": True},
+        "it cannot read an INT8 KV cache",
+    ),
+    (
+        "paged_attention_reads",
+        {**ENGINE, f"{OWN}.use_paged_context_fmha": False, f"{OWN}.chunked_context": True},
+        {**ENGINE, f"{OWN}.chunked_context": True},
+        "chunked_context: use_paged_context_fmha is off",
+    ),
+    (
+        "fp8_attention_needs_cache",
+        {**FP8, f"{OWN}.use_fp8_context_fmha": True},
+        {**FP8, f"{OWN}.use_fp8_context_fmha": True, "stages.quantize.kv_cache": "fp8"},
+        "needs an FP8 KV cache",
+    ),
+    (
+        "prompts_fit",
+        {**ENGINE, f"{OWN}.max_input_len": 3000, f"{OWN}.chunked_context": False},
+        {**ENGINE, f"{OWN}.max_input_len": 3000},
+        "3000 is more than max_num_tokens 2048, and prompts are not fed in chunks",
+    ),
+    ("prompts_fit", {**ENGINE, f"{OWN}.max_input_len": 4096}, ENGINE, "leaves no answer within max_seq_len 4096"),
+    (
+        "rows_of_engine",
+        {**ENGINE, "stages.build.max_num_tokens": 70000},
+        {**ENGINE, "stages.build.max_num_tokens": 65536},
+        "more than max_batch_size x max_seq_len, 65536",
+    ),
+    (
+        "rows_of_engine",
+        {**ENGINE, "stages.build.max_num_tokens": 32},
+        {**ENGINE, "stages.build.max_num_tokens": 32, "stages.build.block_size": 32},
+        "fewer than a block's 64 tokens",
+    ),
+    (
+        "rows_of_engine",
+        {**ENGINE, f"{OWN}.max_beam_width": 200},
+        {**ENGINE, f"{OWN}.max_beam_width": 128},
+        "16 x 200 beams",
+    ),
+    ("plugins_agree", {**ENGINE, f"{OWN}.user_buffer": True}, FP8, "user_buffer needs reduce_fusion"),
+    (
+        "plugins_agree",
+        {**ENGINE, f"{OWN}.reduce_fusion": True},
+        {**ENGINE, f"{OWN}.reduce_fusion": True, "target.parallel": {"tensor": 2}},
+        "reduce_fusion needs target.parallel.tensor above 1",
+    ),
+    (
+        "plugins_agree",
+        {**FP8, f"{OWN}.gemm_swiglu_plugin": "fp8", f"{OWN}.use_fused_mlp": False},
+        {**FP8, f"{OWN}.gemm_swiglu_plugin": "fp8"},
+        "gemm_swiglu_plugin needs FP8 weights and use_fused_mlp",
+    ),
+    (
+        "plugins_agree",
+        {**ENGINE, f"{OWN}.low_latency_gemm_plugin": "fp8", f"{OWN}.low_latency_gemm_swiglu_plugin": "fp8"},
+        {**FP8, f"{OWN}.low_latency_gemm_plugin": "fp8", f"{OWN}.low_latency_gemm_swiglu_plugin": "fp8"},
+        "low_latency_gemm_swiglu_plugin needs FP8 weights and use_fused_mlp; low_latency_gemm_plugin needs FP8",
+    ),
+    (
+        "plugins_agree",
+        {**ENGINE, f"{OWN}.use_fused_mlp": True},
+        {**FP8, f"{OWN}.use_fused_mlp": True},
+        "use_fused_mlp is for 16-bit and FP8 weights",
+    ),
+    (
+        "plugins_agree",
+        {**ENGINE, f"{OWN}.multiple_profiles": True, f"{OWN}.opt_num_tokens": 64},
+        {**ENGINE, f"{OWN}.opt_num_tokens": 64},
+        "multiple_profiles leaves no choice of opt_num_tokens",
+    ),
+    ("plugins_agree", {**ENGINE, f"{OWN}.opt_num_tokens": 2049}, ENGINE, "2049 is more than max_num_tokens"),
+    (
+        "image_has_engines",
+        {**ENGINE, f"{OWN}.image": "nvcr.io/nvidia/tritonserver:26.01-trtllm-python-py3"},
+        {**ENGINE, f"{OWN}.image": "here:5000/triton:26.04-trtllm-python-py3@sha256:" + "0" * 64},
+        "carries TensorRT-LLM 1.1.0, and an engine to be built is of 1.2.1",
+    ),
+]
+# The same with models: rule, settings, model that breaks it, model or settings that keep it, a piece of the message
+MODELS = [
+    ("no_mla_engines", ENGINE, V2_LITE, (ENGINE, CODER), "never ran its latent attention (MLA)"),
+    ("no_mla_engines", ENGINE, V2_LITE, (PYTORCH, V2_LITE), "DeepseekV2ForCausalLM"),
+    ("experts_in_fp8", ENGINE, V2_LITE, (FP8, V2_LITE), "W4A16_AWQ: TensorRT-LLM's engines have no such experts"),
+    (
+        "whole_experts_quantized",
+        {**FP8, "target.parallel": {"tensor": 2, "expert": 2}},
+        V2_LITE,
+        ({**FP8, "target.parallel": {"tensor": 2, "expert": 2}, "stages.quantize.method": "none"}, V2_LITE),
+        "expert parallel size 2",
+    ),
+]
+
+
+@pytest.mark.parametrize(("rule", "broken", "kept", "message"), SETTINGS)
+def test_settings(rule, broken, kept, message):
+    assert message in RULES[rule].find(make_case(broken))
+    assert RULES[rule].find(make_case(kept)) is None
+    assert RULES[rule].way_out
+
+
+@pytest.mark.parametrize(("rule", "settings", "model", "kept", "message"), MODELS)
+def test_models(rule, settings, model, kept, message):
+    assert message in RULES[rule].find(make_case(settings, model))
+    assert RULES[rule].find(make_case(*kept)) is None
+
+
+def test_every_rule_has_a_test():
+    assert {row[0] for row in (*SETTINGS, *MODELS)} == RULES.keys()
+
+
+def test_one_group_size():
+    """11008 inputs of a model whose hidden size only 64 divides."""
+    problem = RULES["one_format"].find(
+        make_case(ENGINE, hidden_size=4160, num_attention_heads=65, num_key_value_heads=65)
+    )
+    assert "groups of 64 and 128" in problem
+
+
+def test_the_sources_own_blocks_are_named():
+    kept = {**ENGINE, "stages.quantize.method": "none"}
+    problem = RULES["no_blocks"].find(make_case(kept, tensors=[("a.weight", "F8_E4M3")]))
+    assert "the FP8 blocks of a.weight" in problem
+    assert RULES["no_blocks"].find(make_case(FP8, tensors=[("a.weight", "F8_E4M3")])) is None
+
+
+@pytest.mark.parametrize("backend", ["tensorrt_llm", "llmapi"])
+def test_several_gpus_are_this_backends_business(backend):
+    case = make_case({**FP8, "target.backend": backend, "target.parallel": {"tensor": 2, "pipeline": 2}})
+    assert check_buildable(case.config, case.architecture, {}) == ()
+
+
+def test_a_head_may_be_on_several_ranks():
+    case = make_case({**FP8, "target.parallel": {"tensor": 16}})  # of 8 key/value heads
+    assert check_buildable(case.config, case.architecture, {}) == ()
+    case = make_case({**FP8, "target.parallel": {"tensor": 12}}, hidden_size=3072, num_attention_heads=24)
+    with pytest.raises(CompatibilityError, match="8 key/value heads"):
+        check_buildable(case.config, case.architecture, {})
+
+
+def test_the_cache_of_these_engines_is_what_was_asked():
+    """The note that a cache stays wide is trtseek's own network's."""
+    case = make_case({**FP8, "stages.quantize.kv_cache": "fp8"})
+    assert check_buildable(case.config, case.architecture, {}) == ()
+
+
+def test_gpus():
+    assert supported_sms("tensorrt_llm") == (80, 86, 89, 90, 100, 103, 120)
+    assert supported_sms("llmapi") == (80, 86, 89, 90, 100, 103, 120, 121)
+    case = make_case({**FP8, "target.gpu": "RTX-5090"})
+    (note,) = check_buildable(case.config, case.architecture, {})
+    assert "names no GPU of SM120" in note
