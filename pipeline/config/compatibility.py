@@ -11,6 +11,7 @@ from pipeline.config.recipe_rules import RECIPE_RULES
 from pipeline.config.rules import RULES, Rule
 from pipeline.config.tensorrt_llm_build_rules import TENSORRT_LLM_BUILD_RULES
 from pipeline.config.tensorrt_llm_rules import TENSORRT_LLM_RULES
+from pipeline.config.tensorrt_llm_serving_rules import TENSORRT_LLM_SERVING_RULES
 from pipeline.errors import CompatibilityError
 
 if TYPE_CHECKING:
@@ -19,7 +20,13 @@ if TYPE_CHECKING:
     from pipeline.config.schema import Config
 
 
-ALL_RULES: tuple[Rule, ...] = (*RULES, *RECIPE_RULES, *TENSORRT_LLM_RULES, *TENSORRT_LLM_BUILD_RULES)
+ALL_RULES: tuple[Rule, ...] = (
+    *RULES,
+    *RECIPE_RULES,
+    *TENSORRT_LLM_RULES,
+    *TENSORRT_LLM_BUILD_RULES,
+    *TENSORRT_LLM_SERVING_RULES,
+)
 
 
 def check_compatibility(

@@ -10,6 +10,7 @@ from pydantic import BeforeValidator, Field
 from pipeline.config.recipe import Budget, Method, Recipe, Sensitivity, allow_short_forms
 from pipeline.config.section import Positive, Ratio, Section
 from pipeline.config.tensorrt_llm import TensorRTLLM
+from pipeline.config.tensorrt_llm_serving import TensorRTLLMServing
 from pipeline.quantization.selection import GroupSize, Role, Rules
 
 if TYPE_CHECKING:
@@ -258,3 +259,6 @@ class Package(Section):
     )
     preprocessing_instances: Positive = Field(default=1, description="Tokenizer processes.")
     postprocessing_instances: Positive = Field(default=1, description="Detokenizer processes.")
+    tensorrt_llm: TensorRTLLMServing = Field(
+        default=TensorRTLLMServing(), description="What only flavour tensorrtllm has."
+    )

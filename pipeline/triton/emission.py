@@ -22,15 +22,17 @@ NOT_LINKABLE = (errno.EXDEV, errno.EPERM, errno.EMLINK, errno.ENOTSUP, errno.EOP
 Modules = Mapping[str, Mapping[str, str]]
 
 
-def list_modules(child: str) -> Modules:
-    """The modules of each model. `child`: which of its forms `trtseek_child` has."""
+# The forms of the module by which `tensorrt_llm_bls` asks `tensorrt_llm`: a socket, which our backend listens at, or
+# Triton itself.
+BY_SOCKET = {"trtseek_child.py": "trtseek_child.py", "trtseek_wire.py": "trtseek_wire.py"}
+BY_TRITON = {"trtseek_child.py": "trtseek_child_bls.py"}
+
+
+def list_modules(child: Mapping[str, str]) -> Modules:
+    """The modules of each model. `child`: BY_SOCKET or BY_TRITON."""
     text = {"trtseek_text.py": "trtseek_text.py"}
-    answers = {name: name for name in ("trtseek_chat.py", "trtseek_stream.py", "trtseek_answer.py", "trtseek_wire.py")}
-    return {
-        "preprocessing": text,
-        "postprocessing": text,
-        "tensorrt_llm_bls": {**text, **answers, "trtseek_child.py": child},
-    }
+    answers = {name: name for name in ("trtseek_chat.py", "trtseek_stream.py", "trtseek_answer.py")}
+    return {"preprocessing": text, "postprocessing": text, "tensorrt_llm_bls": {**text, **answers, **child}}
 
 
 def write_models(repository: Path, configs: Mapping[str, Any], modules: Modules) -> None:

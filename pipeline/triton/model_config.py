@@ -7,10 +7,13 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 from dataclasses import dataclass
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from pipeline.errors import PackageError
 from pipeline.triton import MODEL_REPO
+
+if TYPE_CHECKING:
+    from pipeline.config.schema import Config
 
 # No text has more on average, not even a long run of spaces. A longer one cannot fit, and is not tokenized to know it.
 BYTES_PER_TOKEN = 128
@@ -18,36 +21,15 @@ MODELS = ("preprocessing", "tensorrt_llm", "postprocessing", "ensemble", "tensor
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Paths:
-    """Where the models find their files, relative to each model's own folder, so that a release can be moved."""
-
-    engine: str
-    checkpoint: str
-    network: str
-    tokenizer: str
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class RepositorySettings:
-    """What the models are told, in their own types; `build_configs` spells it as Triton wants it."""
+class Models:
+    """What the five models are told: their parameters, in Python's types or None for what is left out, and processes,
+    by model."""
 
     max_batch_size: int
-    max_seq_len: int
-    max_num_tokens: int
-    block_size: int
-    network_digest: str
-    engine_digest: str
-    kv_cache_free_gpu_mem_fraction: float
-    max_tokens_in_paged_kv_cache: int | None
-    batch_scheduler_policy: str
-    enable_kv_cache_reuse: bool
     max_queue_size: int
-    runner: str
-    interpreter_mode: str
-    add_special_tokens: bool
-    skip_special_tokens: bool
-    preprocessing_instances: int
-    postprocessing_instances: int
+    max_queue_delay_us: int = 0
+    parameters: Mapping[str, Mapping[str, object]]
+    instances: Mapping[str, int]
 
 
 def load_base(model: str) -> Any:
@@ -74,75 +56,43 @@ def print_config(config: Any) -> str:
     return str(text_format.MessageToString(config))
 
 
-def build_configs(settings: RepositorySettings, paths: Paths) -> dict[str, Any]:
+def build_configs(models: Models) -> dict[str, Any]:
     """A complete ModelConfig for each of the five models, by name."""
     configs = {model: load_base(model) for model in MODELS}
-    for model, parameters in _list_parameters(settings, paths).items():
+    for model, parameters in models.parameters.items():
         for key, value in parameters.items():
             if value is not None:
                 configs[model].parameters[key].string_value = _spell(value)
-    for model, count in _count_instances(settings).items():
+    for model, count in models.instances.items():
         _add_instances(configs[model], count)
     for config in configs.values():
-        config.max_batch_size = settings.max_batch_size
+        config.max_batch_size = models.max_batch_size
     for model in ("preprocessing", "tensorrt_llm"):
         batching = configs[model].dynamic_batching
-        batching.preferred_batch_size.append(settings.max_batch_size)
-        batching.default_queue_policy.max_queue_size = settings.max_queue_size
+        batching.preferred_batch_size.append(models.max_batch_size)
+        batching.max_queue_delay_microseconds = models.max_queue_delay_us
+        batching.default_queue_policy.max_queue_size = models.max_queue_size
     configs["postprocessing"].dynamic_batching.SetInParent()
     return configs
 
 
-def _list_parameters(settings: RepositorySettings, paths: Paths) -> dict[str, Mapping[str, object]]:
-    """Keys that TensorRT-LLM's backend has keep their names and meanings; those after FORCE_CPU_ONLY are ours."""
+def text_parameters(config: Config, tokenizer: str, *, max_streams: int) -> dict[str, Mapping[str, object]]:
+    """Those of the models that take or give text. `max_streams`: requests that one process of tensorrt_llm_bls serves
+    at a time."""
+    package = config.stages.package
+    before = {"tokenizer_dir": tokenizer, "add_special_tokens": package.add_special_tokens}
+    after = {"tokenizer_dir": tokenizer, "skip_special_tokens": package.skip_special_tokens}
     return {
-        "preprocessing": {
-            "tokenizer_dir": paths.tokenizer,
-            "add_special_tokens": settings.add_special_tokens,
-        },
-        "tensorrt_llm": {
-            "gpt_model_type": "inflight_fused_batching",
-            "gpt_model_path": paths.engine,
-            "tokenizer_dir": paths.tokenizer,
-            "max_beam_width": 1,
-            "kv_cache_free_gpu_mem_fraction": settings.kv_cache_free_gpu_mem_fraction,
-            "max_tokens_in_paged_kv_cache": settings.max_tokens_in_paged_kv_cache,
-            "batch_scheduler_policy": settings.batch_scheduler_policy,
-            "enable_kv_cache_reuse": settings.enable_kv_cache_reuse,
-            "FORCE_CPU_ONLY_INPUT_TENSORS": "yes",  # the executor plans its steps on the host
-            "checkpoint_path": paths.checkpoint,
-            "network_path": paths.network,
-            "network_digest": settings.network_digest,
-            "engine_digest": settings.engine_digest,
-            "max_seq_len": settings.max_seq_len,
-            "max_num_tokens": settings.max_num_tokens,
-            "block_size": settings.block_size,
-            "max_queue_size": settings.max_queue_size,
-            "runner": settings.runner,
-            "interpreter_mode": settings.interpreter_mode,
-        },
-        "postprocessing": {
-            "tokenizer_dir": paths.tokenizer,
-            "skip_special_tokens": settings.skip_special_tokens,
-        },
+        "preprocessing": before,
+        "postprocessing": after,
         "tensorrt_llm_bls": {
+            **before,
+            **after,
             "tensorrt_llm_model_name": "tensorrt_llm",
             "accumulate_tokens": False,  # true repeats the whole text so far in every response
-            "tokenizer_dir": paths.tokenizer,
-            "add_special_tokens": settings.add_special_tokens,
-            "skip_special_tokens": settings.skip_special_tokens,
-            "max_prompt_bytes": settings.max_seq_len * BYTES_PER_TOKEN,
+            "max_prompt_bytes": config.stages.build.max_seq_len * BYTES_PER_TOKEN,
+            "max_streams": max_streams,
         },
-    }
-
-
-def _count_instances(settings: RepositorySettings) -> dict[str, int]:
-    # One engine and one asynchronous BLS each: an instance more would hold another engine, or split the batch.
-    return {
-        "preprocessing": settings.preprocessing_instances,
-        "tensorrt_llm": 1,
-        "postprocessing": settings.postprocessing_instances,
-        "tensorrt_llm_bls": 1,
     }
 
 

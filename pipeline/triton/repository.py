@@ -21,13 +21,27 @@ from pipeline.digest import digest_file
 from pipeline.errors import BuildError, PackageError
 from pipeline.progress import SILENT, Progress
 from pipeline.triton import MODEL_REPO
-from pipeline.triton.emission import ARTIFACTS, BACKENDS, REPOSITORY, Linker, list_modules, write_models
+from pipeline.triton.emission import ARTIFACTS, BACKENDS, BY_SOCKET, REPOSITORY, Linker, list_modules, write_models
 from pipeline.triton.lint import check_repository
-from pipeline.triton.model_config import Paths, RepositorySettings, build_configs
+from pipeline.triton.model_config import Models, build_configs, text_parameters
 
 if TYPE_CHECKING:
     from pipeline.config.schema import Config
     from pipeline.engine.description import EngineDescription
+
+
+# Requests of tensorrt_llm_bls that wait for tokens at a time; more than that wait for one of them to end.
+MAX_STREAMS = 256
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Paths:
+    """Where the models find their files, relative to each model's own folder, so that a release can be moved."""
+
+    engine: str
+    checkpoint: str
+    network: str
+    tokenizer: str
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -64,24 +78,49 @@ def emit_repository(
     artifacts = {kind: linker.link_folder(kind, group) for kind, group in files.items()}
     folders = {kind: f"../../{ARTIFACTS}/{folder.name}" for kind, folder in artifacts.items()}
     paths = Paths(**folders, network=f"{folders['checkpoint']}/{network.name}")
-    settings = make_settings(config, network_digest=digest, engine_digest=description.digest)
-    write_models(output / REPOSITORY, build_configs(settings, paths), list_modules("trtseek_child.py"))
+    models = describe_models(config, paths, network_digest=digest, engine_digest=description.digest)
+    write_models(output / REPOSITORY, build_configs(models), list_modules(BY_SOCKET))
     shutil.copytree(MODEL_REPO / "backends", output / BACKENDS, ignore=shutil.ignore_patterns("__pycache__"))
     check_repository(output / REPOSITORY, backends=output / BACKENDS)
     return Repository(path=output / REPOSITORY, backends=output / BACKENDS, network_digest=digest, artifacts=artifacts)
 
 
-def make_settings(config: Config, *, network_digest: str, engine_digest: str) -> RepositorySettings:
-    """What of a config the models are told."""
+def describe_models(config: Config, paths: Paths, *, network_digest: str, engine_digest: str) -> Models:
+    """What the models are told of a config. Keys that TensorRT-LLM's backend has keep their names and meanings; those
+    after FORCE_CPU_ONLY are ours."""
     build, package = config.stages.build, config.stages.package
-    return RepositorySettings(
+    executor = {
+        "gpt_model_type": "inflight_fused_batching",
+        "gpt_model_path": paths.engine,
+        "tokenizer_dir": paths.tokenizer,
+        "max_beam_width": 1,
+        "kv_cache_free_gpu_mem_fraction": package.kv_cache_free_gpu_mem_fraction,
+        "max_tokens_in_paged_kv_cache": package.max_tokens_in_paged_kv_cache,
+        "batch_scheduler_policy": package.batch_scheduler_policy,
+        "enable_kv_cache_reuse": package.enable_kv_cache_reuse,
+        "FORCE_CPU_ONLY_INPUT_TENSORS": "yes",  # the executor plans its steps on the host
+        "checkpoint_path": paths.checkpoint,
+        "network_path": paths.network,
+        "network_digest": network_digest,
+        "engine_digest": engine_digest,
+        "max_seq_len": build.max_seq_len,
+        "max_num_tokens": build.max_num_tokens,
+        "block_size": build.block_size,
+        "max_queue_size": package.max_queue_size,
+        "runner": package.runner,
+        "interpreter_mode": package.interpreter_mode,
+    }
+    return Models(
         max_batch_size=build.max_batch_size,
-        max_seq_len=build.max_seq_len,
-        max_num_tokens=build.max_num_tokens,
-        block_size=build.block_size,
-        network_digest=network_digest,
-        engine_digest=engine_digest,
-        **package.model_dump(exclude={"flavour", "check"}),
+        max_queue_size=package.max_queue_size,
+        parameters={**text_parameters(config, paths.tokenizer, max_streams=MAX_STREAMS), "tensorrt_llm": executor},
+        # One engine and one asynchronous BLS each: an instance more would hold another engine, or split the batch.
+        instances={
+            "preprocessing": package.preprocessing_instances,
+            "tensorrt_llm": 1,
+            "postprocessing": package.postprocessing_instances,
+            "tensorrt_llm_bls": 1,
+        },
     )
 
 

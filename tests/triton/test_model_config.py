@@ -1,4 +1,3 @@
-import dataclasses
 import re
 
 import pytest
@@ -6,10 +5,11 @@ from google.protobuf import text_format
 from tritonclient.grpc import model_config_pb2
 from tritonclient.grpc.model_config_pb2 import ModelConfig
 
+from pipeline.config.schema import Package
 from pipeline.errors import PackageError
 from pipeline.triton import MODEL_REPO
-from pipeline.triton.model_config import MODELS, Paths, build_configs, load_base, parse_config, print_config
-from pipeline.triton.repository import make_settings
+from pipeline.triton.model_config import MODELS, build_configs, load_base, parse_config, print_config
+from pipeline.triton.repository import Paths, describe_models
 from tests.triton.emission import make_config
 
 PATHS = Paths(engine="../../e", checkpoint="../../c", network="../../c/network.json", tokenizer="../../t")
@@ -46,9 +46,14 @@ SAMPLES = [
 ]
 
 
+def build(**package):
+    models = describe_models(make_config(**package), PATHS, network_digest="blake3:n", engine_digest="blake3:e")
+    return build_configs(models)
+
+
 @pytest.fixture
 def configs():
-    return build_configs(make_settings(make_config(), network_digest="blake3:n", engine_digest="blake3:e"), PATHS)
+    return build()
 
 
 @pytest.mark.parametrize("model", MODELS)
@@ -81,7 +86,7 @@ def test_print_and_parse_are_inverse(configs):
 
 
 def test_a_printed_config_is_the_same_every_time(configs):
-    again = build_configs(make_settings(make_config(), network_digest="blake3:n", engine_digest="blake3:e"), PATHS)
+    again = build()
     assert {m: print_config(c) for m, c in configs.items()} == {m: print_config(c) for m, c in again.items()}
 
 
@@ -97,14 +102,12 @@ def test_parameters(configs):
 
 
 def test_settings_reach_the_models():
-    config = make_config(
+    configs = build(
         max_tokens_in_paged_kv_cache=4096,
         max_queue_size=7,
         add_special_tokens=False,
         preprocessing_instances=3,
     )
-    settings = make_settings(config, network_digest="blake3:n", engine_digest="blake3:e")
-    configs = build_configs(settings, PATHS)
     assert configs["tensorrt_llm"].parameters["max_tokens_in_paged_kv_cache"].string_value == "4096"
     assert configs["preprocessing"].parameters["add_special_tokens"].string_value == "false"
     assert configs["preprocessing"].instance_group[0].count == 3
@@ -112,15 +115,28 @@ def test_settings_reach_the_models():
     assert {c.max_batch_size for c in configs.values()} == {8}
 
 
+OTHER = {
+    "kv_cache_free_gpu_mem_fraction": 0.5,
+    "max_tokens_in_paged_kv_cache": 512,
+    "batch_scheduler_policy": "max_utilization",
+    "enable_kv_cache_reuse": False,
+    "max_queue_size": 3,
+    "runner": "engine",
+    "interpreter_mode": "exact",
+    "add_special_tokens": False,
+    "skip_special_tokens": False,
+    "preprocessing_instances": 2,
+    "postprocessing_instances": 2,
+}
+
+
 def test_every_setting_is_told_to_a_model(configs):
     """A setting that no model's config changes with would be silently ignored."""
-    settings = make_settings(make_config(), network_digest="blake3:n", engine_digest="blake3:e")
+    assert OTHER.keys() == Package.model_fields.keys() - {"flavour", "check", "tensorrt_llm"}
     before = {model: print_config(config) for model, config in configs.items()}
-    for field in dataclasses.fields(settings):
-        value = getattr(settings, field.name)
-        other = not value if isinstance(value, bool) else value + "x" if isinstance(value, str) else (value or 0) + 1
-        after = build_configs(dataclasses.replace(settings, **{field.name: other}), PATHS)
-        assert {model: print_config(config) for model, config in after.items()} != before, field.name
+    for name, value in OTHER.items():
+        after = build(**{name: value})
+        assert {model: print_config(config) for model, config in after.items()} != before, name
 
 
 def test_streaming_models_are_decoupled(configs):

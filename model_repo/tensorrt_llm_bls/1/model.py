@@ -1,8 +1,8 @@
 """Triton model `tensorrt_llm_bls`, the text path for clients: tokenizes, has `tensorrt_llm` generate, and turns its
 tokens into text as they come.
 
-One instance serves all requests: each has a thread, which mostly waits. A client that goes away, or cancels, is noticed
-by one more thread, which then has `tensorrt_llm` stop: an ensemble cannot do that.
+An instance serves `max_streams` requests at a time: each has a thread, which mostly waits. A client that goes away, or
+cancels, is noticed by one more thread, which then has `tensorrt_llm` stop: an ensemble cannot do that.
 """
 
 from __future__ import annotations
@@ -19,8 +19,6 @@ from trtseek_child import ChildError, Conversation
 from trtseek_text import RequestError, Tokenizer, end_quickly, read_flag, read_parameters, resolve_path
 
 FINAL = pb_utils.TRITONSERVER_RESPONSE_COMPLETE_FINAL
-# Threads that wait for tokens; more requests than that wait for one of them.
-MAX_STREAMS = 256
 # Asking whether a client has gone is a round trip of 50 microseconds: at most 5 % of a core goes into it.
 POLL_S, POLL_PER_STREAM_S = 0.03, 0.001
 
@@ -40,7 +38,8 @@ class TritonPythonModel:
         self._streams: dict[Conversation, Call] = {}
         self._lock = threading.Lock()
         self._closed = threading.Event()
-        self._pool = concurrent.futures.ThreadPoolExecutor(MAX_STREAMS, "stream")
+        self.max_streams = int(parameters["max_streams"])
+        self._pool = concurrent.futures.ThreadPoolExecutor(self.max_streams, "stream")
         threading.Thread(target=self._watch, name="watch", daemon=True).start()
 
     def execute(self, requests: list[Any]) -> None:
@@ -66,15 +65,16 @@ class TritonPythonModel:
         except RequestError as error:
             call.fail(str(error), pb_utils.TritonError.INVALID_ARG)
             prompts = []
-        rows = [
+        threads = [
             threading.Thread(target=self._serve_row, args=(call, row, prompt, len(prompts)))
             for row, prompt in enumerate(prompts[1:], 1)
+            if self.max_streams > 1
         ]
-        for thread in rows:
+        for thread in threads:
             thread.start()
-        if prompts:
-            self._serve_row(call, 0, prompts[0], len(prompts))
-        for thread in rows:
+        for row, prompt in enumerate(prompts[: len(prompts) - len(threads)]):
+            self._serve_row(call, row, prompt, len(prompts))
+        for thread in threads:
             thread.join()
         call.close()
 
@@ -94,7 +94,8 @@ class TritonPythonModel:
         with self._lock:
             self._streams[conversation] = call
         try:
-            for arrays in conversation.ask({"parameters": call.parameters, "timeout_us": call.timeout}, inputs):
+            head = {"parameters": call.parameters, "timeout_us": call.timeout, "outputs": answer.outputs}
+            for arrays in conversation.ask(head, inputs):
                 call.send(answer.add(arrays))
                 if answer.stopped:
                     conversation.stop()
