@@ -1,4 +1,5 @@
-"""Loads PTX and starts kernels through CUDA's driver API: no toolkit, no torch. Not yet run on hardware.
+"""Loads PTX, starts kernels and reads what they count, through CUDA's driver API: no toolkit, no torch. Not yet run on
+hardware.
 
 Modules belong to a context, and are loaded when a kernel is first started in it.
 """
@@ -51,6 +52,15 @@ class Driver:
             ),
             f"kernel {function.entry} cannot be started over {grid}",
         )
+
+    def read_integers(self, address: int, count: int, stream: int) -> list[int]:
+        """int32 numbers from the GPU, when all that the stream was given before is done."""
+        numbers, handle = (ctypes.c_int32 * count)(), ctypes.c_void_p(stream)
+        where, size = ctypes.c_uint64(address), ctypes.c_size_t(ctypes.sizeof(numbers))
+        problem = f"{count} numbers cannot be read from the GPU"
+        self._check(self._cuda.cuMemcpyDtoHAsync_v2(numbers, where, size, handle), problem)
+        self._check(self._cuda.cuStreamSynchronize(handle), problem)
+        return list(numbers)
 
     def _load(self, function: Function) -> ctypes.c_void_p:
         context = ctypes.c_void_p()

@@ -22,15 +22,17 @@ POINTERS = {
     "int8": "*i8",
     "fp8": "*fp8e4nv",
 }
+BYTES = {"float32": 4, "float16": 2, "bfloat16": 2, "int32": 4, "int8": 1, "fp8": 1}
 SCRATCH_ALIGNMENT = 256
 
 
 @dataclass(frozen=True, slots=True)
 class Size:
-    """The size of one dimension of one input."""
+    """The size of one dimension of one input, or a multiple of it."""
 
     input: int
     dim: int
+    times: int = 1
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -47,7 +49,8 @@ class Kernel:
     """One variant of a Triton kernel.
 
     parameters: (name, Triton's type) of what a launch passes, in the function's order. constants: the rest of the
-    function's parameters, compiled in. warps: of 32 threads. stages: of loads under way in a loop.
+    function's parameters, compiled in; a parameter `SM` is given the SM that is compiled for. warps: of 32 threads.
+    stages: of loads under way in a loop.
     """
 
     module: str
@@ -67,9 +70,10 @@ class Input:
 
 @dataclass(frozen=True, slots=True)
 class Result:
-    """A launch's argument: the memory of an output."""
+    """A launch's argument: the memory of an output, from `offset` bytes on."""
 
     index: int
+    offset: int = 0
 
 
 @dataclass(frozen=True, slots=True)
@@ -79,7 +83,8 @@ class Scratch:
     offset: int
 
 
-Argument = Input | Result | Scratch | int | float
+Memory = Input | Result | Scratch
+Argument = Memory | int | float
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -92,18 +97,48 @@ class Launch:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
+class Exchange:
+    """Work of the host between launches: rows go from every rank of a group to every other, and to itself.
+
+    name: under which its bytes are counted. first, ranks: the group, ranks [first, first + ranks) of the world. source:
+    rows for rank 0 of the group, then for rank 1, … target: rows from rank 0, from rank 1, … row_bytes: of one row.
+    counts: [2, ranks] int32, how many rows go to each rank and come from each; None for one to each. The host reads
+    them, and so waits for what was launched before. reverse: the second row of `counts` says what goes, the first what
+    comes. most: rows that `target` has room for.
+    """
+
+    name: str
+    first: int
+    ranks: int
+    source: Memory
+    target: Memory
+    row_bytes: int
+    most: int
+    counts: Memory | None = None
+    reverse: bool = False
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
 class Operation:
     """Base of all operations. A subclass's fields are numbers, strings and booleans: its attributes.
 
     NAME: the plugin's name in engines, and the kind of its nodes in programs. VERSION: of its contract; an engine of
     another version is refused. LOWERING: the key under stages.build.lowering that chooses it. INPUTS: name and number
     of dimensions of each input, in order; "name?" is an input that not every set of attributes has, at the end.
+    EXCHANGES: whether `launches` has an Exchange, so that no CUDA graph can hold it.
+    STORED: inputs that are weights, which the reference takes as they are stored, in exact mode too.
     """
 
     NAME: ClassVar[str]
     VERSION: ClassVar[str] = "1"
     LOWERING: ClassVar[str]
     INPUTS: ClassVar[tuple[tuple[str, int], ...]]
+    EXCHANGES: ClassVar[bool] = False
+    STORED: ClassVar[tuple[int, ...]] = ()
+
+    def input_names(self) -> tuple[str, ...]:
+        """The inputs that these attributes have."""
+        return tuple(name.removesuffix("?") for name, _ in self.INPUTS[: len(self.input_types())])
 
     def input_types(self) -> tuple[str, ...]:
         """Type of each input, in programs' spelling."""
@@ -120,7 +155,7 @@ class Operation:
         """Workspace for steps whose inputs are no larger than these."""
         return 0
 
-    def launches(self, shapes: Sequence[Shape]) -> tuple[Launch, ...]:
+    def launches(self, shapes: Sequence[Shape]) -> tuple[Launch | Exchange, ...]:
         """What runs, in order, for inputs of these shapes; nothing where there is nothing to do."""
         raise NotImplementedError
 
@@ -129,6 +164,10 @@ class Operation:
 
         Floats may come wider than `input_types` says (the interpreter's exact mode): the result is as wide as they."""
         raise NotImplementedError
+
+    def without_rounding(self) -> Operation:
+        """The operation that leaves its inputs as they are, where it rounds them to multiply them in fewer bits."""
+        return self
 
     def updates(self) -> tuple[int, ...]:
         """The inputs that are written to."""
@@ -143,7 +182,7 @@ class Operation:
 
 def resolve(output: Output, shapes: Sequence[Shape]) -> tuple[int, ...]:
     """An output's shape for inputs of these shapes."""
-    return tuple(shapes[s.input][s.dim] if isinstance(s, Size) else s for s in output.shape)
+    return tuple(shapes[s.input][s.dim] * s.times if isinstance(s, Size) else s for s in output.shape)
 
 
 def bind(kernel: Kernel, grid: tuple[int, int, int], arguments: Mapping[str, Argument]) -> tuple[Launch, ...]:

@@ -19,6 +19,9 @@ OPERATIONS = {
     "rope_paged_latent": "plugins.rope_paged_kv.operation:RopePagedLatent",
     "paged_attention": "plugins.paged_attention.operation:PagedAttention",
     "paged_latent_attention": "plugins.paged_attention.operation:PagedLatentAttention",
+    "moe_dispatch": "plugins.moe_all_to_all.operation:MoeDispatch",
+    "moe_combine": "plugins.moe_all_to_all.operation:MoeCombine",
+    "moe_experts": "plugins.moe_experts.operation:MoeExperts",
 }
 
 

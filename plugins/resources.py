@@ -9,6 +9,8 @@ from collections.abc import Iterator
 from pathlib import Path
 
 from plugins.compiler import SMS, compile_kernel
+from plugins.moe_all_to_all.message import PAYLOADS
+from plugins.moe_all_to_all.operation import MoeCombine, MoeDispatch
 from plugins.operation import Operation
 from plugins.paged_attention.operation import PagedAttention, PagedLatentAttention
 from plugins.rope_paged_kv.operation import RopePagedKv, RopePagedLatent
@@ -25,6 +27,10 @@ Registers of a thread, bytes that it spills, bytes of shared memory of a program
 _HEADS = {"heads": 32, "kv_heads": 8, "head_size": 128, "block_size": 64}
 _LATENT = {"rank": 512, "rotary_size": 64, "block_size": 64}
 _MLA_ROPE = {**_LATENT, "q_size": 192, "interleaved": True, "scale": 0.1147}
+_ROUTED = {
+    "V2-Lite, 8 ranks": {"dtype": "float16", "first": 0, "ranks": 8, "experts": 64, "top_k": 6, "hidden": 2048},
+    "V3, 32 ranks": {"dtype": "bfloat16", "first": 0, "ranks": 32, "experts": 256, "top_k": 8, "hidden": 7168},
+}
 _ROPE = {**_HEADS, "rotary_size": 128, "interleaved": False, "scale": 0.0884}
 
 
@@ -43,6 +49,11 @@ def list_subjects() -> Iterator[tuple[str, Operation, tuple[int, ...]]]:
             yield model + cache, rope, sms
             attention = PagedLatentAttention(**types, **_LATENT, heads=heads, window=0, pool_dtype=pool)  # type: ignore[arg-type]
             yield model + cache, attention, sms
+    for model, sizes in _ROUTED.items():
+        for payload in PAYLOADS:
+            sent = "" if payload == "model" else ", fp8 payload"
+            yield model + sent, MoeDispatch(**sizes, payload=payload), SMS  # type: ignore[arg-type]
+        yield model, MoeCombine(**sizes), SMS  # type: ignore[arg-type]
 
 
 def write_rows(model: str, operation: Operation, sm: int) -> Iterator[str]:

@@ -14,7 +14,7 @@ from collections.abc import Sequence
 from concurrent.futures import ProcessPoolExecutor
 from typing import TYPE_CHECKING, Any
 
-from plugins.operation import Input, Operation, Result, Scratch, resolve
+from plugins.operation import POINTERS, Argument, Exchange, Input, Launch, Memory, Operation, Scratch, resolve
 
 if TYPE_CHECKING:
     import numpy as np
@@ -22,6 +22,7 @@ if TYPE_CHECKING:
     import torch
 
 Packed = tuple[str, tuple[int, ...], "npt.NDArray[np.uint8]"]
+_TYPES = {pointer: name for name, pointer in POINTERS.items()}
 FILL = 0x7F  # of memory that nothing has written yet: NaN in FP8, huge numbers elsewhere
 
 
@@ -33,11 +34,18 @@ class Simulator:
             max_workers=1, mp_context=multiprocessing.get_context("spawn"), initializer=_prepare
         )
 
-    def run(self, operation: Operation, inputs: Sequence[torch.Tensor]) -> tuple[torch.Tensor, ...]:
-        """The outputs, in memory of their own: inputs that are updated stay as they were. Raises what the kernel
-        raises."""
-        packed = self._pool.submit(_run, operation, [_pack(tensor) for tensor in inputs]).result()
-        return tuple(_unpack(tensor) for tensor in packed)
+    def run(self, operation: Operation, inputs: Sequence[torch.Tensor], sm: int = 90) -> tuple[torch.Tensor, ...]:
+        """The outputs, in memory of their own: inputs that are updated stay as they were. sm: which a kernel is told
+        that asks. Raises what the kernel raises."""
+        return self.run_ranks(operation, [inputs], sm)[0]
+
+    def run_ranks(
+        self, operation: Operation, inputs: Sequence[Sequence[torch.Tensor]], sm: int = 90
+    ) -> list[tuple[torch.Tensor, ...]]:
+        """The outputs of each rank of a group, given its inputs: all step together, and exchange from memory to
+        memory."""
+        packed = [[_pack(tensor) for tensor in own] for own in inputs]
+        return [tuple(map(_unpack, own)) for own in self._pool.submit(_run, operation, packed, sm).result()]
 
     def close(self) -> None:
         self._pool.shutdown()
@@ -53,42 +61,77 @@ def _prepare() -> None:
     os.environ["TRITON_INTERPRET"] = "1"
 
 
-def _run(operation: Operation, packed: list[Packed]) -> list[Packed]:
+class _Rank:
+    """A rank's memory."""
+
+    def __init__(self, operation: Operation, packed: list[Packed]) -> None:
+        import torch
+
+        self.inputs = [_unpack(tensor) for tensor in packed]
+        self.shapes = [tuple(tensor.shape) for tensor in self.inputs]
+        self.outputs = []
+        for output in operation.outputs():
+            shape, dtype = resolve(output, self.shapes), _type(output.dtype)
+            if output.updates is None:
+                fresh = torch.full((torch.Size(shape).numel() * dtype.itemsize,), FILL, dtype=torch.uint8)
+                self.outputs.append(fresh.view(dtype).reshape(shape))
+            else:
+                self.outputs.append(self.inputs[output.updates])
+        self.scratch = torch.full((max(operation.scratch_bytes(self.shapes), 1),), FILL, dtype=torch.uint8)
+
+    def locate(self, memory: Memory) -> torch.Tensor:
+        """As bytes, to its end."""
+        import torch
+
+        if isinstance(memory, Scratch):
+            return self.scratch[memory.offset :]
+        if isinstance(memory, Input):
+            return self.inputs[memory.index].view(-1).view(torch.uint8)
+        return self.outputs[memory.index].view(-1).view(torch.uint8)[memory.offset :]
+
+    def launch(self, launch: Launch, sm: int) -> None:
+        function = getattr(importlib.import_module(launch.kernel.module), launch.kernel.function)
+        arguments = {"SM": sm, **dict(launch.kernel.constants)}
+        for (name, kind), argument in zip(launch.kernel.parameters, launch.arguments, strict=True):
+            arguments[name] = self._argument(argument, kind)
+        function[launch.grid](*[arguments[name] for name in function.arg_names])
+
+    def _argument(self, argument: Argument, kind: str) -> Any:
+        if not isinstance(argument, Memory):
+            return argument
+        dtype, rest = _type(_TYPES[kind]), self.locate(argument)
+        return rest[: len(rest) // dtype.itemsize * dtype.itemsize].view(dtype)
+
+
+def _run(operation: Operation, packed: list[list[Packed]], sm: int) -> list[list[Packed]]:
     import torch
 
     torch.set_num_threads(1)
-    inputs = [_unpack(tensor) for tensor in packed]
-    shapes = [tuple(tensor.shape) for tensor in inputs]
-    outputs = []
-    for output in operation.outputs():
-        shape = resolve(output, shapes)
-        dtype = _type(output.dtype)
-        fresh = torch.full((torch.Size(shape).numel() * dtype.itemsize,), FILL, dtype=torch.uint8)
-        outputs.append(fresh.view(dtype).reshape(shape) if output.updates is None else inputs[output.updates])
-    scratch = torch.full((max(operation.scratch_bytes(shapes), 1),), FILL, dtype=torch.uint8)
-    for launch in operation.launches(shapes):
-        function = getattr(importlib.import_module(launch.kernel.module), launch.kernel.function)
-        arguments = dict(launch.kernel.constants)
-        for (name, kind), argument in zip(launch.kernel.parameters, launch.arguments, strict=True):
-            arguments[name] = _argument(argument, kind, inputs, outputs, scratch)
-        function[launch.grid](*[arguments[name] for name in function.arg_names])
-    return [_pack(tensor) for tensor in outputs]
+    ranks = [_Rank(operation, own) for own in packed]
+    for steps in zip(*(operation.launches(rank.shapes) for rank in ranks), strict=True):
+        for rank, step in zip(ranks, steps, strict=True):
+            if isinstance(step, Launch):
+                rank.launch(step, sm)
+        if isinstance(steps[0], Exchange):
+            _exchange(steps[0], ranks)
+    return [[_pack(tensor) for tensor in rank.outputs] for rank in ranks]
 
 
-def _argument(
-    argument: object, kind: str, inputs: list[torch.Tensor], outputs: list[torch.Tensor], scratch: torch.Tensor
-) -> Any:
+def _exchange(step: Exchange, ranks: list[_Rank]) -> None:
+    """Every rank's rows are taken before any is written."""
     import torch
 
-    if isinstance(argument, Input):
-        return inputs[argument.index]
-    if isinstance(argument, Result):
-        return outputs[argument.index]
-    if isinstance(argument, Scratch):
-        rest = scratch[argument.offset :]
-        dtype = {"*fp32": torch.float32, "*i32": torch.int32}[kind]
-        return rest[: len(rest) // 4 * 4].view(dtype)
-    return argument
+    sent = []
+    for rank in ranks:
+        goes = [1] * len(ranks)
+        if step.counts is not None:
+            counts = rank.locate(step.counts).view(torch.int32)
+            goes = counts.view(2, -1)[int(step.reverse)].tolist()
+        sizes = [count * step.row_bytes for count in goes]
+        sent.append([part.clone() for part in torch.split(rank.locate(step.source)[: sum(sizes)], sizes)])
+    for index, rank in enumerate(ranks):
+        came = torch.cat([parts[index] for parts in sent])
+        rank.locate(step.target)[: len(came)] = came
 
 
 def _type(name: str) -> torch.dtype:
@@ -109,4 +152,7 @@ def _unpack(packed: Packed) -> torch.Tensor:
     import torch
 
     name, shape, data = packed
-    return torch.from_numpy(data.copy()).view(_type(name)).reshape(shape)
+    # numpy may say that nothing at all has strides of 0, which torch takes for no bytes in a row.
+    held = torch.empty(len(data), dtype=torch.uint8)
+    held.copy_(torch.from_numpy(data))
+    return held.view(_type(name)).reshape(shape)

@@ -8,15 +8,17 @@ compiles nothing.
 from __future__ import annotations
 
 import ctypes
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Sequence
 from functools import cache, lru_cache
 from typing import Any
 
 from pipeline.errors import CompatibilityError
 from plugins.carried import Carried, compile_carried
 from plugins.driver import find_sm, open_driver
-from plugins.operation import Argument, Input, Launch, Operation, Result, Scratch, Size
+from plugins.nccl import find_group
+from plugins.operation import Argument, Exchange, Input, Launch, Memory, Operation, Scratch, Size
 from plugins.registry import OPERATIONS, read_operation
+from plugins.transport import run_exchange
 
 NAMESPACE = "trtseek"
 VERSION = "1"  # of the fields
@@ -73,7 +75,12 @@ def _classes(trt: Any) -> tuple[type, type]:
 
         def get_output_shapes(self, inputs: Any, _: Any, builder: Any) -> list[Any]:
             def size(dim: int | Size) -> Any:
-                return inputs[dim.input][dim.dim] if isinstance(dim, Size) else builder.constant(dim)
+                if not isinstance(dim, Size):
+                    return builder.constant(dim)
+                found = inputs[dim.input][dim.dim]
+                if dim.times == 1:
+                    return found
+                return builder.operation(trt.DimensionOperation.PROD, found, builder.constant(dim.times))
 
             return [trt.DimsExprs([size(dim) for dim in output.shape]) for output in self.operation.outputs()]
 
@@ -132,40 +139,46 @@ def _classes(trt: Any) -> tuple[type, type]:
 
 
 @lru_cache(maxsize=4096)
-def plan_launches(operation: Operation, shapes: tuple[tuple[int, ...], ...]) -> tuple[tuple[int, Launch], ...]:
+def plan_launches(
+    operation: Operation, shapes: tuple[tuple[int, ...], ...]
+) -> tuple[tuple[int, Launch | Exchange], ...]:
     """The launches, each with its kernel's place in `kernels()`. Steps come in few shapes, and planning one in Python
     takes longer than starting it."""
     kernels = operation.kernels()
-    return tuple((kernels.index(launch.kernel), launch) for launch in operation.launches(shapes))
+    return tuple(
+        (kernels.index(step.kernel) if isinstance(step, Launch) else -1, step) for step in operation.launches(shapes)
+    )
 
 
 def run_launches(
     operation: Operation,
     carried: Carried,
-    shapes: list[tuple[int, ...]],
-    inputs: list[int],
-    outputs: list[int],
+    shapes: Sequence[tuple[int, ...]],
+    inputs: Sequence[int],
+    outputs: Sequence[int],
     workspace: int,
     stream: int,
 ) -> None:
     """Starts what the operation plans for these shapes. inputs, outputs, workspace: device addresses."""
+
+    def locate(memory: Memory) -> int:
+        if isinstance(memory, Input):
+            return inputs[memory.index]
+        return workspace + memory.offset if isinstance(memory, Scratch) else outputs[memory.index] + memory.offset
+
+    def value(argument: Argument, kind: str) -> Any:
+        return ctypes.c_void_p(locate(argument)) if isinstance(argument, Memory) else _SCALARS[kind](argument)
+
     driver, sm = open_driver(), find_sm()
-    for index, launch in plan_launches(operation, tuple(shapes)):
-        arguments = [
-            _value(argument, kind, inputs, outputs, workspace)
-            for (_, kind), argument in zip(launch.kernel.parameters, launch.arguments, strict=True)
-        ]
-        driver.launch(carried.find(operation.NAME, index, sm), launch.grid, arguments, stream)
-
-
-def _value(argument: Argument, kind: str, inputs: list[int], outputs: list[int], workspace: int) -> Any:
-    if isinstance(argument, Input):
-        return ctypes.c_void_p(inputs[argument.index])
-    if isinstance(argument, Result):
-        return ctypes.c_void_p(outputs[argument.index])
-    if isinstance(argument, Scratch):
-        return ctypes.c_void_p(workspace + argument.offset)
-    return _SCALARS[kind](argument)
+    for index, step in plan_launches(operation, tuple(shapes)):
+        if isinstance(step, Exchange):
+            counts = driver.read_integers(locate(step.counts), 2 * step.ranks, stream) if step.counts else []
+            group = find_group(step.first, step.ranks)
+            run_exchange(step, group, locate(step.source), locate(step.target), counts, stream)
+        else:
+            pairs = zip(step.kernel.parameters, step.arguments, strict=True)
+            arguments = [value(argument, kind) for (_, kind), argument in pairs]
+            driver.launch(carried.find(operation.NAME, index, sm), step.grid, arguments, stream)
 
 
 def _field(trt: Any, name: str, text: str) -> Any:

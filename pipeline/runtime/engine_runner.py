@@ -127,7 +127,7 @@ class EngineRunner:
             self.profiles,
             {index: {**buffers.tensors, **outputs} for index, buffers in self._buffers.items()},
             {name: tuple(pool.shape) for name, pool in self.pools.items()},
-            capture=self._graphs and not self._loaded.captures_itself,
+            capture=self._graphs and self._loaded.capturable and not self._loaded.captures_itself,
         )
         self._num_blocks = blocks
 

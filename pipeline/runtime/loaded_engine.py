@@ -53,7 +53,8 @@ class LoadedEngine:
         strategy = self._trt.ExecutionContextAllocationStrategy.USER_MANAGED
         if self.captures_itself:
             phase = self.description.profiles[profile].phase
-            config = _configure(self._trt, self._engine.create_runtime_config(), strategy, phase)
+            config = self._engine.create_runtime_config()
+            config = _configure(self._trt, config, strategy, phase, captures=self.capturable)
             context = self._engine.create_execution_context(config)
         else:
             context = self._engine.create_execution_context(strategy)
@@ -69,6 +70,13 @@ class LoadedEngine:
         """Whether this TensorRT captures CUDA graphs by itself, as TensorRT-RTX does: once its kernels for a shape are
         compiled. A graph captured around it would go on running the generic ones."""
         return hasattr(self._trt, "CudaGraphStrategy")
+
+    @property
+    def capturable(self) -> bool:
+        """Whether a CUDA graph can hold its steps: not where a plugin has the host read what it counted."""
+        from plugins.registry import find_class
+
+        return not any(find_class(plugin.operation).EXCHANGES for plugin in self.description.plugins)
 
     def refuse(self, problem: str) -> RunnerError:
         return RunnerError(self._say(problem))
@@ -201,14 +209,14 @@ def _make_logger(trt: Any, messages: deque[str]) -> Any:
     return Logger()
 
 
-def _configure(trt: Any, config: Any, strategy: Any, phase: str) -> Any:
+def _configure(trt: Any, config: Any, strategy: Any, phase: str, *, captures: bool) -> Any:
     """TensorRT-RTX's settings. Generation steps come in few shapes, each worth kernels of its own and a graph; those of
     context steps hardly come again, and stay with the kernels for any shape."""
     kernels, graphs = trt.DynamicShapesKernelSpecializationStrategy, trt.CudaGraphStrategy
     generation = phase == GENERATION
     config.set_execution_context_allocation_strategy(strategy)
     config.dynamic_shapes_kernel_specialization_strategy = kernels.LAZY if generation else kernels.NONE
-    config.cuda_graph_strategy = graphs.WHOLE_GRAPH_CAPTURE if generation else graphs.DISABLED
+    config.cuda_graph_strategy = graphs.WHOLE_GRAPH_CAPTURE if generation and captures else graphs.DISABLED
     return config
 
 

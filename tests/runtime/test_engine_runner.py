@@ -12,6 +12,7 @@ import pytest
 import tensorrt_rtx
 import torch
 
+from pipeline.engine.description import PluginDescription
 from pipeline.engine.limits import BuildLimits, Rectangle
 from pipeline.errors import CompatibilityError
 from pipeline.network.program import Program
@@ -196,6 +197,20 @@ def test_tensorrt_rtx_captures_by_itself(llama: Engine) -> None:
     assert [config.cuda_graph_strategy for config in configs] == [graphs.DISABLED, *[graphs.WHOLE_GRAPH_CAPTURE] * 2]
     found = [config.dynamic_shapes_kernel_specialization_strategy for config in configs]
     assert found == [kernels.NONE, kernels.LAZY, kernels.LAZY]
+
+
+@pytest.mark.parametrize("rtx", [True, False], ids=["rtx", "tensorrt"])
+def test_an_engine_whose_plugins_exchange_rows_is_never_captured(llama: Engine, rtx: bool) -> None:
+    device = HostDevice()
+    plugins = (PluginDescription(operation="moe_combine", layers=2, kernels=()),)
+    runner = llama.load(device, rtx=rtx, changes={"plugins": plugins})
+    runner.allocate(BLOCKS)
+    runner.step(plan(prefill(runner, random.Random(1), 3)))
+    assert device.captures == 0
+    contexts = module_of(runner).contexts
+    assert len(contexts) == 3
+    if rtx:
+        assert {context.config.cuda_graph_strategy for context in contexts} == {tensorrt_rtx.CudaGraphStrategy.DISABLED}
 
 
 def test_graphs_can_be_left_out(llama: Engine) -> None:
