@@ -22,6 +22,7 @@ INT8 = "I8"
 SOURCE_SUFFIX = "_scale_inv"  # after "X.weight"
 # After "X." in an engine checkpoint, and of the network's constants.
 WEIGHT_SCALES = "weights_scaling_factor"  # F32 [O, I/g] of INT4, [1] of FP8, [O] of SmoothQuant
+WEIGHT_SCALES_2 = "weights_scaling_factor_2"  # F32 [1] of INT4 whose input is FP8: what its group scales are divided by
 CHANNEL_SCALES = "per_channel_scale"  # F32 [O] of INT8 weights alone
 ACTIVATION_SCALES = "activation_scaling_factor"  # F32 [1], of an input that is quantized too
 PRESCALE = "prequant_scaling_factor"  # what a linear's input is multiplied by before such weights
@@ -35,6 +36,7 @@ ROLE = "block_scale"  # of the mappings that `scale_mapping` makes
 SIGNATURES: tuple[tuple[str, str, str], ...] = (
     (FP8, BLOCK_SCALES, "fp8_blocks"),
     (FP8, ACTIVATION_SCALES, "fp8"),
+    (INT8, WEIGHT_SCALES_2, "int4_fp8"),
     (INT8, ACTIVATION_SCALES, "int8_sq"),
     (INT8, CHANNEL_SCALES, "int8"),
     (INT8, WEIGHT_SCALES, "int4"),
