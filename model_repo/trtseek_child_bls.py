@@ -1,7 +1,7 @@
 """`tensorrt_llm` behind a backend that is not ours, as `tensorrt_llm_bls` asks it: through Triton.
 
-Copied into the version folder of `tensorrt_llm_bls` as trtseek_child.py. One request at a time in each process: Triton's
-stub (24.10) can deadlock where several threads of one wait for answers, so that an instance is started for each stream.
+Copied into the version folder of `tensorrt_llm_bls` as trtseek_child.py. One request at a time in each process, of
+which there are several: Triton's stub (24.10) can deadlock where several threads of one wait for answers.
 """
 
 from __future__ import annotations

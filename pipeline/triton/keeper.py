@@ -48,6 +48,7 @@ def main() -> None:
                 stdout=log,
                 stderr=log,
                 start_new_session=True,
+                cwd=job["start_in"],
                 preexec_fn=_restore_signals,
                 pass_fds=(owner,),
             )

@@ -15,20 +15,21 @@ from pipeline.errors import PackageError
 from pipeline.triton.model_config import parse_config
 from pipeline.triton.wiring import find_wiring_problems
 
-# Parameters whose values are paths, relative to the model's folder.
+# Parameters whose values are paths, relative to the model's folder, or as NVIDIA's backend reads them to the package's.
 PATH_PARAMETERS = ("gpt_model_path", "checkpoint_path", "network_path", "tokenizer_dir")
 # Backends that are a model.py in the model's own version folder; others are looked for among the emitted backends.
 OWN_CODE_BACKENDS = ("python",)
 
 
-def check_repository(path: Path, *, backends: Path) -> None:
+def check_repository(path: Path, *, backends: Path | None) -> None:
     """Raises PackageError with every problem that `lint_repository` finds."""
     if problems := list(lint_repository(path, backends=backends)):
         raise PackageError("\n".join(problems), hint="this is a fault in trtseek or an edited file: emit it again")
 
 
-def lint_repository(path: Path, *, backends: Path) -> Iterator[str]:
-    """Problems of a model repository, one sentence each, naming the file."""
+def lint_repository(path: Path, *, backends: Path | None) -> Iterator[str]:
+    """Problems of a model repository, one sentence each, naming the file. `backends`: the Python-based ones that come
+    with it, None where they are the server's own."""
     configs: dict[str, Any] = {}
     for folder in sorted(entry for entry in path.iterdir() if entry.is_dir()):
         file = folder / "config.pbtxt"
@@ -53,7 +54,7 @@ def lint_repository(path: Path, *, backends: Path) -> Iterator[str]:
                 yield f"{path / name / 'config.pbtxt'}: {problem}"
 
 
-def _lint_model(folder: Path, config: Any, backends: Path) -> Iterator[str]:
+def _lint_model(folder: Path, config: Any, backends: Path | None) -> Iterator[str]:
     if config.name != folder.name:
         yield f"name {config.name!r} is not the folder's, {folder.name!r}"
     if config.max_batch_size < 1:
@@ -70,8 +71,11 @@ def _lint_model(folder: Path, config: Any, backends: Path) -> Iterator[str]:
         if preferred > config.max_batch_size:
             yield f"preferred_batch_size {preferred} exceeds max_batch_size {config.max_batch_size}"
     for key in PATH_PARAMETERS:
-        if key in config.parameters and not (folder / config.parameters[key].string_value).exists():
-            yield f"parameter {key} names {config.parameters[key].string_value}, which does not exist"
+        if key not in config.parameters:
+            continue
+        value = config.parameters[key].string_value
+        if not any((origin / value).exists() for origin in (folder, folder.parent.parent)):
+            yield f"parameter {key} names {value}, which does not exist"
     yield from _lint_code(folder, config, backends)
 
 
@@ -82,7 +86,7 @@ def _lint_tensor(kind: str, tensor: Any) -> Iterator[str]:
         yield f"{kind} {tensor.name} has dims {list(tensor.dims)}"
 
 
-def _lint_code(folder: Path, config: Any, backends: Path) -> Iterator[str]:
+def _lint_code(folder: Path, config: Any, backends: Path | None) -> Iterator[str]:
     versions = [entry for entry in folder.iterdir() if entry.is_dir() and entry.name.isdigit()]
     if not versions:
         yield "there is no version folder"
@@ -91,7 +95,7 @@ def _lint_code(folder: Path, config: Any, backends: Path) -> Iterator[str]:
     if config.backend in OWN_CODE_BACKENDS:
         sources = [version / "model.py" for version in versions]
     elif config.backend:
-        sources = [backends / config.backend / "model.py"]
+        sources = [backends / config.backend / "model.py"] if backends else []
     else:
         yield "there is neither a backend nor a platform"
         return

@@ -16,7 +16,7 @@ import subprocess
 import sys
 import tempfile
 import time
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 
 from pipeline.triton import keeper
@@ -52,11 +52,13 @@ class TritonServer:
         addresses: Addresses | None = None,
         grace: float = 30.0,
         options: Sequence[str] = (),
+        environment: Mapping[str, str] | None = None,
     ) -> None:
         """`backends`: folders of Python-based backends. `grace`: seconds that requests in flight have at the end.
-        `options`: more of tritonserver's own."""
+        `options`: more of tritonserver's own; `environment`: for it and for its models' processes."""
         self.installation, self.repository, self.backends = installation, repository, tuple(backends)
         self.log, self.grace, self.options = log, grace, tuple(options)
+        self.environment = dict(environment or {})
         self.addresses = (addresses or Addresses()).resolve()
         self.control = Control(self.addresses, hint=self._hint)
         self.prefix = f"{PREFIX}_{os.getpid()}_{secrets.token_hex(4)}_"
@@ -159,17 +161,18 @@ class TritonServer:
     def _launch(self) -> None:
         job = {
             "command": self.command(),
-            "log": str(self.log),
+            "log": str(self.log.resolve()),
             "grace": self._patience,
             "shared_memory_prefix": self.prefix,
             "folder": str(self._place),
+            "start_in": str(self._models.parent),  # the package's own, as launch.sh does
         }
         self._keeper = subprocess.Popen(
             [sys.executable, keeper.__file__],
             stdin=subprocess.PIPE,
             stdout=subprocess.PIPE,
             text=True,
-            env=self.installation.environment(),
+            env={**self.installation.environment(), **self.environment},
             start_new_session=True,
         )
         assert self._keeper.stdin is not None and self._keeper.stdout is not None
