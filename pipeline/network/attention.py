@@ -13,21 +13,22 @@ from pipeline.network.rope import softmax_scale
 def grouped_query_attention(g: Graph, context: Context, layer: int, x: Tensor) -> Tensor:
     """x [T, H] → [T, H]. RoPE and the softmax scale in float32; only attention itself is padded, to [B, heads, Q, D].
 
-    Sizes: h query heads, kv key and value heads, D their width.
+    Sizes: h query heads, kv key and value heads (of this rank), D their width.
     """
     a = context.architecture
-    h, kv, d = a.num_heads, a.num_kv_heads, a.head_dim
+    h, kv, d = context.sizes.heads, context.sizes.kv_heads, a.head_dim
     qkv = linear(g, context.weights, "qkv", x, (h + 2 * kv) * d, a.hidden_size, bias=a.qkv_bias)
     query, k_pool, v_pool = rotate_and_append(g, context, layer, qkv)
     packed = attend(g, context, layer, query, k_pool, v_pool)
-    return linear(g, context.weights, "dense", packed, a.hidden_size, h * d, bias=a.attention_bias)
+    ranks = context.spec.rank.tensor_group
+    return linear(g, context.weights, "dense", packed, a.hidden_size, h * d, bias=a.attention_bias, ranks=ranks)
 
 
 def rotate_and_append(g: Graph, context: Context, layer: int, qkv: Tensor) -> tuple[Tensor, Tensor, Tensor]:
     """qkv [T, (h + 2 kv) D] → the queries [T, h, D], rotated and scaled, and the pools with the rotated keys and the
     values in them."""
     a = context.architecture
-    h, kv, d = a.num_heads, a.num_kv_heads, a.head_dim
+    h, kv, d = context.sizes.heads, context.sizes.kv_heads, a.head_dim
     k_pool, v_pool = inputs.layer_pools(a, context.spec, layer)
     if ROPE in context.plugins:
         query, *pools = cache.plugin(g, context, ROPE, (qkv, *context.tables), (k_pool, v_pool))
@@ -43,17 +44,17 @@ def rotate_and_append(g: Graph, context: Context, layer: int, qkv: Tensor) -> tu
 
 def attend(g: Graph, context: Context, layer: int, query: Tensor, k_pool: Tensor, v_pool: Tensor) -> Tensor:
     """query [T, h, D] over the pools → [T, h * D]."""
-    a = context.architecture
+    a, width = context.architecture, context.sizes.heads * context.architecture.head_dim
     if ATTENTION in context.plugins:
         (sums,) = g.plugin(ATTENTION, context.plugins[ATTENTION], [query, k_pool, v_pool, *cache.steps(context)])
-        return g.reshape("rows", sums, (-1, a.num_heads * a.head_dim))
+        return g.reshape("rows", sums, (-1, width))
     ports = inputs.layer_pools(a, context.spec, layer)
     keys, values = (cache.pages(g, context, *pair) for pair in zip(ports, (k_pool, v_pool), strict=True))
     padded = g.gather("query.padded", query, context.inputs[inputs.PAD_INDEX.name])
     queries = g.reshape("query.by_head", padded, first=(0, 2, 1, 3))
     # Decomposable leaves the builder a way where no fused kernel has this head size or type.
     scores = g.attention("attention", queries, keys, values, context.mask, decomposable=True)
-    rows = g.reshape("rows", scores, (-1, a.num_heads * a.head_dim), first=(0, 2, 1, 3))
+    rows = g.reshape("rows", scores, (-1, width), first=(0, 2, 1, 3))
     return g.gather("packed", rows, context.inputs[inputs.UNPAD_INDEX.name])
 
 

@@ -13,19 +13,21 @@ if TYPE_CHECKING:
     from pipeline.checkpoint.architecture import Architecture
     from pipeline.network.spec import NetworkSpec
     from pipeline.network.weights import Weights
+    from pipeline.sharding import Sizes
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Context:
     """The model's description, its weights, and the tensors that are made once and used by every layer.
 
-    inputs: the network's inputs by name. positions: position ids as [T, 1]. tables: RoPE's cos and sin. mask: of
-    attention, see `cache.attention_mask`; positions and mask are None where a plugin needs none. plugins: the
-    operations of a layer that are plugins, by lowering.
+    sizes: what this rank computes of each layer. inputs: the network's inputs by name. positions: position ids as
+    [T, 1]. tables: RoPE's cos and sin. mask: of attention, see `cache.attention_mask`; positions and mask are None
+    where a plugin needs none. plugins: the operations of a layer that are plugins, by lowering.
     """
 
     architecture: Architecture
     spec: NetworkSpec
+    sizes: Sizes
     weights: Weights
     inputs: Mapping[str, Tensor]
     positions: Tensor

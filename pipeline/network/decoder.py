@@ -17,6 +17,8 @@ from pipeline.network.mlp import gated_mlp
 from pipeline.network.norm import rms_norm
 from pipeline.network.rope import rope_table
 from pipeline.network.routed_mlp import routed_mlp
+from pipeline.network.vocabulary import embed, logits
+from pipeline.sharding.sizes import Sizes, local_sizes
 
 if TYPE_CHECKING:
     from pipeline.checkpoint.architecture import Architecture
@@ -31,11 +33,11 @@ class Blocks:
     """The parts that differ between architectures. rows_per_query: of the attention, for the mask."""
 
     attention: Attention
-    rows_per_query: Callable[[Architecture], int]
+    rows_per_query: Callable[[Sizes], int]
 
 
 GROUPED_QUERY = Blocks(attention=grouped_query_attention, rows_per_query=lambda _: 1)
-LATENT = Blocks(attention=latent_attention, rows_per_query=lambda a: a.num_heads)
+LATENT = Blocks(attention=latent_attention, rows_per_query=lambda sizes: sizes.heads)
 # HF class -> its blocks; tests hold it against checkpoint.architecture.ARCHITECTURES.
 BLOCKS: dict[str, Blocks] = {
     "LlamaForCausalLM": GROUPED_QUERY,
@@ -54,11 +56,13 @@ def write_decoder(g: Graph, architecture: Architecture, spec: NetworkSpec, weigh
     blocks = BLOCKS[architecture.name]
     plugins = layer_plugins(architecture, spec)
     positions = None if ROPE in plugins else g.reshape("rope.positions", step[inputs.POSITION_IDS.name], (-1, 1))
-    rows_per_query = blocks.rows_per_query(architecture)
+    sizes = local_sizes(architecture, spec.rank)
+    rows_per_query = blocks.rows_per_query(sizes)
     mask = None if ATTENTION in plugins else attention_mask(g.at("mask"), step, spec.block_size, rows_per_query)
     context = Context(
         architecture=architecture,
         spec=spec,
+        sizes=sizes,
         weights=weights,
         inputs=step,
         positions=positions,
@@ -66,8 +70,7 @@ def write_decoder(g: Graph, architecture: Architecture, spec: NetworkSpec, weigh
         mask=mask,
         plugins=plugins,
     )
-    embedding = (weights, architecture.vocab_size, architecture.hidden_size)
-    x = step[inputs.HIDDEN_STATES] if first else g.gather("embedding", _embedding(g, *embedding), step["input_ids"])
+    x = step[inputs.HIDDEN_STATES] if first else embed(g, context)
     for layer in range(first, last):
         x = _layer(g.at(f"layers.{layer}"), context, blocks, layer, x)
     if last < architecture.num_layers:
@@ -75,7 +78,7 @@ def write_decoder(g: Graph, architecture: Architecture, spec: NetworkSpec, weigh
         return
     x = g.gather("wanted_rows", x, step[inputs.LOGIT_ROWS.name])
     x = rms_norm(g, weights, "ln_f", x, architecture.hidden_size, architecture.norm_eps)
-    g.output(inputs.LOGITS, _logits(g, architecture, weights, x))
+    g.output(inputs.LOGITS, logits(g, context, x))
 
 
 def _layer(g: Graph, context: Context, blocks: Blocks, layer: int, x: Tensor) -> Tensor:
@@ -86,7 +89,7 @@ def _layer(g: Graph, context: Context, blocks: Blocks, layer: int, x: Tensor) ->
     if a.is_routed(layer):
         y = routed_mlp(g.at("mlp"), context, normal)
     else:
-        y = gated_mlp(g.at("mlp"), weights, normal, a.hidden_size, a.intermediate_size, bias=a.mlp_bias)
+        y = gated_mlp(g.at("mlp"), context, normal, context.sizes.columns)
     return g.sum("output", x, y)
 
 
@@ -99,21 +102,3 @@ def _tables(g: Graph, architecture: Architecture, spec: NetworkSpec) -> tuple[Te
         max_position_embeddings=architecture.max_position_embeddings,
     )
     return g.number("cos", cos, "float32"), g.number("sin", sin, "float32")
-
-
-def _embedding(g: Graph, weights: Weights, vocab_size: int, hidden_size: int) -> Tensor:
-    name = "vocab_embedding.weight"
-    if name in g.tensors:  # a tied head meets it again
-        return g.tensors[name]
-    return g.constant(name, weights.read(f"transformer.{name}", (vocab_size, hidden_size)))
-
-
-def _logits(g: Graph, architecture: Architecture, weights: Weights, x: Tensor) -> Tensor:
-    """[N, V] in float32."""
-    sizes = (architecture.vocab_size, architecture.hidden_size)
-    if architecture.tie_word_embeddings:
-        weight = _embedding(g, weights, *sizes)
-    else:
-        weight = g.constant("lm_head.weight", weights.read("lm_head.weight", sizes))
-    logits = g.matmul("lm_head", x, weight, transpose=True)
-    return logits if g.dtype == "float32" else g.cast("logits", logits, "float32")

@@ -6,6 +6,7 @@ nothing depends on the names that TensorRT makes up, which change with the order
 
 from __future__ import annotations
 
+import json
 import math
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field, replace
@@ -248,6 +249,31 @@ class Graph:
         layer = self.network.add_attention_v2(q, k, v, norm, causal)
         layer.mask = mask
         layer.decomposable = decomposable
+        return self._add(name, layer)
+
+    # What several ranks do together
+
+    def all_reduce(self, name: str, x: Tensor, ranks: Sequence[int]) -> Tensor:
+        """The sum of every rank's `x`; no layer where there are not several."""
+        return x if len(ranks) < 2 else self._collective(name, x, "ALL_REDUCE", "SUM", ranks)
+
+    def all_gather(self, name: str, x: Tensor, ranks: Sequence[int]) -> Tensor:
+        """Every rank's `x`, one below the other along the first dimension."""
+        return self._collective(name, x, "ALL_GATHER", "NONE", ranks)
+
+    def all_to_all(self, name: str, x: Tensor, ranks: Sequence[int]) -> Tensor:
+        """x [ranks, …] → what each rank had at this one's place, [ranks, …]."""
+        return self._collective(name, x, "ALL_TO_ALL", "NONE", ranks)
+
+    def _collective(self, name: str, x: Tensor, op: str, reduce: str, ranks: Sequence[int]) -> Tensor:
+        operation, reduction = getattr(self.trt.CollectiveOperation, op), getattr(self.trt.ReduceOperation, reduce)
+        group = np.asarray(ranks, dtype=np.int64)
+        layer = self.network.add_dist_collective(x, operation, reduction, -1, group)  # -1: no root
+        if layer is not None:
+            layer.num_ranks = len(ranks)
+            # TensorRT gives nothing else of such a layer back.
+            attributes = {"op": op.lower(), "reduce": reduce.lower(), "ranks": list(ranks)}
+            layer.metadata = json.dumps(attributes, sort_keys=True)
         return self._add(name, layer)
 
     # Plugins

@@ -14,6 +14,8 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
+from pipeline.sharding.sizes import local_sizes
+
 if TYPE_CHECKING:
     from pipeline.checkpoint.architecture import Architecture
     from pipeline.network.spec import NetworkSpec
@@ -84,6 +86,7 @@ def layer_pools(architecture: Architecture, spec: NetworkSpec, layer: int) -> tu
     """One layer's pools [NB, heads, block_size, width]: K and V, or MLA's one latent. All zero at allocation: a masked
     row that is not finite would still poison the attention (0 * NaN)."""
     names = {1: ("latent_pool",), 2: ("k_pool", "v_pool")}[len(architecture.cache_widths)]
+    heads = local_sizes(architecture, spec.rank).kv_heads
     return tuple(
         Port(
             name=f"{name}_{layer}",
@@ -91,7 +94,7 @@ def layer_pools(architecture: Architecture, spec: NetworkSpec, layer: int) -> tu
             axes=("NB", heads, spec.block_size, width),
             meaning="paged cache, updated in place",
         )
-        for name, (heads, width) in zip(names, architecture.cache_widths, strict=True)
+        for name, (_, width) in zip(names, architecture.cache_widths, strict=True)
     )
 
 

@@ -22,6 +22,10 @@ attention         q [B, heads, Q, D], k and v [B, kv_heads, K, D] (query head i 
                   [B or 1, heads or 1, Q, K]: bool (true: may attend) or added; the scores are not scaled; the two
                   TensorRT layers ATTENTION_INPUT and ATTENTION_OUTPUT are one node here, named after the attention;
                   `decomposable` only tells the builder that it need not find one kernel
+dist_collective   every rank of `ranks` (numbers of the world, in order) runs it: "all_reduce" sums ("reduce") their
+                  data, "all_gather" puts them below each other along dimension 0, "all_to_all" exchanges the entries of
+                  dimension 0, as many as ranks. What it is, is in the layer's metadata: TensorRT gives back no more
+                  than the number of ranks
 dequantize        data * scale; with `block_shape`, one scale per block of that many elements of each dimension (scale's
                   rank is data's); else per `axis`, or one for all where the scale has no dimension
 slice             along `axes` only (null: all): `start`, `size`, `stride` or, where connected, inputs 1 to 3
@@ -36,6 +40,7 @@ reduce, softmax, topk   `axes` is a list of dimensions
 
 from __future__ import annotations
 
+import json
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from typing import Any
@@ -122,6 +127,10 @@ def _block_shape(layer: Any) -> list[int] | None:
         return [size // blocks for size, blocks in zip(data, scale, strict=True)]
 
 
+def _metadata(key: str) -> Reader:
+    return lambda layer: json.loads(layer.metadata)[key]
+
+
 def _slice_axes(layer: Any) -> list[int] | None:
     return None if layer.axes is None else [int(axis) for axis in layer.axes]
 
@@ -135,6 +144,9 @@ KINDS: dict[str, Kind] = {
         "IDequantizeLayer",
         ("data", "scale", "zero_point?"),
         {"axis": _plain("axis"), "block_shape": _block_shape, "to": lambda layer: dtype_name(layer.to_type)},
+    ),
+    "DIST_COLLECTIVE": Kind(
+        "IDistCollectiveLayer", ("data",), {key: _metadata(key) for key in ("op", "reduce", "ranks")}
     ),
     "ELEMENTWISE": Kind("IElementWiseLayer", ("a", "b"), {"op": _enum("op")}),
     "FILL": Kind(

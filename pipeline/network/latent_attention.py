@@ -5,7 +5,7 @@ The cache holds one row per token, the compressed KV beside the rotary key, and 
 so the two halves of kv_b_proj move to the query's side and to the output's. The heads are folded into rows of attention
 against the one latent head: TensorRT would otherwise copy the latent for every head.
 
-Sizes: h heads, N and P the widths of a query without and with RoPE, R the compressed KV's, V the value's.
+Sizes: h heads of this rank, N and P the widths of a query without and with RoPE, R the compressed KV's, V the value's.
 """
 
 from __future__ import annotations
@@ -39,14 +39,15 @@ def latent_attention(g: Graph, context: Context, layer: int, x: Tensor) -> Tenso
     a, latent = context.architecture, context.architecture.latent
     if latent is None:
         raise CompatibilityError(f"{a.name} has no latent attention", hint="config.json lacks kv_lora_rank")
-    h, v = a.num_heads, latent.v_head_dim
+    h, v = context.sizes.heads, latent.v_head_dim
     key_weight, value_weight = _split_kv_b(g, context, latent)
     query, pool = _rotate_and_append(g, context, latent, layer, x, key_weight)
     packed = _attend(g, context, latent, layer, query, pool)
     at = g.at("value")
     by_head = at.matmul("by_head", at.reshape("content_by_head", packed, first=(1, 0, 2)), value_weight, transpose=True)
     merged = at.reshape("merged", by_head, (-1, h * v), first=(1, 0, 2))
-    return linear(g, context.weights, "dense", merged, a.hidden_size, h * v, bias=a.attention_bias)
+    ranks = context.spec.rank.tensor_group
+    return linear(g, context.weights, "dense", merged, a.hidden_size, h * v, bias=a.attention_bias, ranks=ranks)
 
 
 def _rotate_and_append(
@@ -55,7 +56,7 @@ def _rotate_and_append(
     """x [T, H] → absorbed queries [T, h, R+P], rotated and scaled in float32, in the model's type; and the pool with
     what it keeps of each token, the normalized compressed KV and the rotated key."""
     a = context.architecture
-    h, n, p, r = a.num_heads, latent.qk_nope_head_dim, latent.qk_rope_head_dim, latent.kv_lora_rank
+    h, n, p, r = context.sizes.heads, latent.qk_nope_head_dim, latent.qk_rope_head_dim, latent.kv_lora_rank
     (port,) = inputs.layer_pools(a, context.spec, layer)
     compressed = linear(g, context.weights, "kv_a_proj_with_mqa", x, r + p, a.hidden_size, bias=a.attention_bias)
     content = g.slice("latent.content", compressed, 1, 0, r)
@@ -82,7 +83,7 @@ def _rotate_and_append(
 def _project_queries(g: Graph, context: Context, latent: LatentAttention, x: Tensor) -> Tensor:
     """[T, h * (N+P)]."""
     a, weights, rank = context.architecture, context.weights, latent.q_lora_rank
-    width = a.num_heads * (latent.qk_nope_head_dim + latent.qk_rope_head_dim)
+    width = context.sizes.heads * (latent.qk_nope_head_dim + latent.qk_rope_head_dim)
     if rank is None:
         return linear(g, weights, "q_proj", x, width, a.hidden_size, bias=False)
     q = linear(g, weights, "q_a_proj", x, rank, a.hidden_size, bias=a.attention_bias)
@@ -102,7 +103,7 @@ def _attend(g: Graph, context: Context, latent: LatentAttention, layer: int, que
     folded = g.reshape("query.folded", padded, (0, 1, -1, width))  # [B, 1, Q*h, R+P]
     scores = g.attention("attention", folded, latents, latents, context.mask, decomposable=True)
     at = g.at("value")
-    rows = at.reshape("rows", scores, (-1, a.num_heads, width))
+    rows = at.reshape("rows", scores, (-1, context.sizes.heads, width))
     content = at.slice("content", rows, 2, 0, latent.kv_lora_rank)
     return at.gather("packed", content, context.inputs[inputs.UNPAD_INDEX.name])
 
@@ -110,7 +111,7 @@ def _attend(g: Graph, context: Context, latent: LatentAttention, layer: int, que
 def _split_kv_b(g: Graph, context: Context, latent: LatentAttention) -> tuple[Tensor, Tensor]:
     """kv_b_proj [h*(N+V), R] as its key half [h, N, R] and its value half [h, V, R]: a copy, small beside the layer, or
     slices of what FP8 blocks give."""
-    h, n, v, r = context.architecture.num_heads, latent.qk_nope_head_dim, latent.v_head_dim, latent.kv_lora_rank
+    h, n, v, r = context.sizes.heads, latent.qk_nope_head_dim, latent.v_head_dim, latent.kv_lora_rank
     base = checkpoint_name(g, "kv_b_proj")
     stored = context.weights.find_format(base)
     if stored not in (None, "fp8_blocks"):

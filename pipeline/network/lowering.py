@@ -11,6 +11,7 @@ from typing import TYPE_CHECKING
 
 from pipeline.errors import CompatibilityError
 from pipeline.network.rope import softmax_scale
+from pipeline.sharding.sizes import local_sizes
 from plugins.operation import Operation
 from plugins.paged_attention.operation import PagedAttention, PagedLatentAttention
 from plugins.rope_paged_kv.operation import RopePagedKv, RopePagedLatent
@@ -24,10 +25,11 @@ ROPE, ATTENTION = "rope_paged_kv", "paged_attention"
 
 def rope_paged_kv(architecture: Architecture, spec: NetworkSpec) -> RopePagedKv:
     """Of grouped-query attention."""
+    sizes = local_sizes(architecture, spec.rank)
     return RopePagedKv(
         dtype=spec.dtype,
-        heads=architecture.num_heads,
-        kv_heads=architecture.num_kv_heads,
+        heads=sizes.heads,
+        kv_heads=sizes.kv_heads,
         head_size=architecture.head_dim,
         rotary_size=architecture.head_dim,
         interleaved=architecture.rope.interleaved,
@@ -42,7 +44,7 @@ def rope_paged_latent(architecture: Architecture, spec: NetworkSpec) -> RopePage
     latent = _latent(architecture)
     return RopePagedLatent(
         dtype=spec.dtype,
-        heads=architecture.num_heads,
+        heads=local_sizes(architecture, spec.rank).heads,
         q_size=latent.qk_nope_head_dim + latent.qk_rope_head_dim,
         rank=latent.kv_lora_rank,
         rotary_size=latent.qk_rope_head_dim,
@@ -55,10 +57,11 @@ def rope_paged_latent(architecture: Architecture, spec: NetworkSpec) -> RopePage
 
 def paged_attention(architecture: Architecture, spec: NetworkSpec) -> PagedAttention:
     """Of grouped-query attention."""
+    sizes = local_sizes(architecture, spec.rank)
     return PagedAttention(
         dtype=spec.dtype,
-        heads=architecture.num_heads,
-        kv_heads=architecture.num_kv_heads,
+        heads=sizes.heads,
+        kv_heads=sizes.kv_heads,
         head_size=architecture.head_dim,
         block_size=spec.block_size,
         window=0,
@@ -71,7 +74,7 @@ def paged_latent_attention(architecture: Architecture, spec: NetworkSpec) -> Pag
     latent = _latent(architecture)
     return PagedLatentAttention(
         dtype=spec.dtype,
-        heads=architecture.num_heads,
+        heads=local_sizes(architecture, spec.rank).heads,
         rank=latent.kv_lora_rank,
         rotary_size=latent.qk_rope_head_dim,
         block_size=spec.block_size,

@@ -12,6 +12,7 @@ from pipeline.network.placeholders import Placeholder, Placeholders
 from pipeline.network.plugins import Plugins
 from pipeline.network.spec import NetworkSpec
 from pipeline.network.weights import Weights
+from pipeline.sharding.slices import slice_source
 
 if TYPE_CHECKING:
     from pipeline.checkpoint.architecture import Architecture
@@ -41,10 +42,12 @@ def build_network(
 ) -> Network:
     """Writes the model into an empty `network` of the TensorRT module `trt` (tensorrt_rtx or tensorrt).
 
-    16-bit weights are not copied, except stacked experts and MLA's kv_b_proj. Raises CheckpointError for a missing or
-    misshapen tensor, CompatibilityError for what cannot be expressed.
+    `source` is the whole engine checkpoint, also where `spec` says that the network is one of several ranks': it is
+    sliced as it is read. 16-bit weights are not copied, except stacked experts, MLA's kv_b_proj, and where ranks share
+    a linear's inputs. Raises CheckpointError for a missing or misshapen tensor, CompatibilityError for what cannot be
+    expressed or divided.
     """
-    return _write(trt, network, spec, architecture, source)
+    return _write(trt, network, spec, architecture, slice_source(source, architecture, spec.rank))
 
 
 def build_stripped_network(
@@ -62,7 +65,7 @@ def build_stripped_network(
     Reads every weight once, in the network's order, and holds one constant at a time, or one expert of a stack. `visit`
     is shown each, whole; `on_bytes` is told of their bytes as they pass.
     """
-    taken = Placeholders(source, visit, on_bytes)
+    taken = Placeholders(slice_source(source, architecture, spec.rank), visit, on_bytes)
     return _write(trt, network, spec, architecture, taken.source, taken)
 
 

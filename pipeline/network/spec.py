@@ -8,6 +8,8 @@ from typing import TYPE_CHECKING, Any
 
 from pipeline.checkpoint.tensors import MODEL_DTYPES
 from pipeline.errors import CompatibilityError
+from pipeline.sharding.ranks import Parallel, Rank
+from pipeline.sharding.ranks import layers as stage_layers
 
 if TYPE_CHECKING:
     from pipeline.checkpoint.architecture import Architecture
@@ -45,7 +47,8 @@ class NetworkSpec:
     max_seq_len: rows of the RoPE tables, the longest sequence that can be served.
     moe: how routed experts are lowered: "dense" computes every expert for every token, "gather" fetches each token's
         experts (for engines that only generate).
-    layers: the decoder layers [a, b) that the network holds; None for all.
+    rank: which rank of a parallel model the network is; by default the only one.
+    layers: the decoder layers [a, b) that the network holds, of its rank's pipeline stage; None for all of them.
     lowering: which operations are plugins.
     """
 
@@ -53,6 +56,7 @@ class NetworkSpec:
     max_seq_len: int
     block_size: int = 64
     moe: str = "dense"
+    rank: Rank = field(default_factory=Rank)
     layers: tuple[int, int] | None = None
     lowering: Lowering = field(default_factory=Lowering)
 
@@ -70,11 +74,13 @@ class NetworkSpec:
             )
 
     def layer_range(self, architecture: Architecture) -> tuple[int, int]:
-        """The slice [a, b) in full. Raises CompatibilityError where it is empty or leaves the model."""
-        first, last = self.layers or (0, architecture.num_layers)
-        if not 0 <= first < last <= architecture.num_layers:
+        """The slice [a, b) in full. Raises CompatibilityError where it is empty or leaves the rank's layers."""
+        held = stage_layers(architecture, self.rank)
+        first, last = self.layers or held
+        if not held[0] <= first < last <= held[1]:
+            of = f"a model of {held[1]} layers" if self.rank.parallel.pipeline == 1 else f"the layers {list(held)}"
             raise CompatibilityError(
-                f"layers [{first}, {last}) is no slice of a model of {architecture.num_layers} layers",
+                f"layers [{first}, {last}) is no slice of {of}",
                 hint="give a first layer and the one after the last",
             )
         return first, last
@@ -92,7 +98,7 @@ class NetworkSpec:
                 f"network description has the keys {', '.join(sorted(values))}, not {', '.join(sorted(known))}",
                 hint="it was written by another version of trtseek: package the engine again",
             )
-        layers, lowering = values.get("layers"), values.get("lowering", {})
+        layers, lowering, rank = values.get("layers"), values.get("lowering", {}), values.get("rank")
         if unknown := lowering.keys() - {f.name for f in fields(Lowering)}:
             raise CompatibilityError(
                 f"network description lowers {', '.join(sorted(unknown))}, which this version does not know",
@@ -102,6 +108,7 @@ class NetworkSpec:
             **{
                 **values,
                 "layers": None if layers is None else (int(layers[0]), int(layers[1])),
+                "rank": Rank(Parallel(**rank["parallel"]), rank["index"]) if rank else Rank(),
                 "lowering": Lowering(**lowering),
             }
         )

@@ -4,15 +4,18 @@ changes, block tables scrambled."""
 from __future__ import annotations
 
 from collections.abc import Sequence
+from typing import Any
 
 import numpy as np
 import torch
 
 from pipeline.interpreter.interpreter import Interpreter
 from pipeline.interpreter.numerics import Mode
+from pipeline.interpreter.ranks import RankInterpreter
 from pipeline.network.inputs import HIDDEN_STATES, HIDDEN_STATES_OUT
 from pipeline.network.readback import Program
 from pipeline.runtime.steps import Chunk, plan_step
+from pipeline.sharding import Rank
 
 # Tokens per sequence (in order of sequences; 0: not in this step), step by step.
 STEPS: list[tuple[int, ...]] = [
@@ -43,10 +46,14 @@ def serve(
     block_size: int = 8,
     offsets: Sequence[int] = (0, 0, 0),
     taps: Sequence[str] = (),
+    rank: Rank | None = None,
 ) -> list[dict[str, torch.Tensor]]:
     """For each sequence, its logits [length, V] and taps [length, …]. Several programs are slices of one model, each
-    fed the hidden states of the one before. offsets: added to a sequence's positions, not to its slots."""
-    interpreters = [Interpreter(program, mode=mode) for program in programs]
+    fed the hidden states of the one before; with `rank` the program is this process' part of a parallel model. offsets:
+    added to a sequence's positions, not to its slots."""
+    interpreters: list[Any] = [Interpreter(program, mode=mode) for program in programs]
+    if rank is not None:
+        interpreters = [RankInterpreter(interpreter, rank) for interpreter in interpreters]
     tables, num_blocks = _scatter([len(sequence) for sequence in sequences], block_size)
     pools = {
         spec.name: torch.zeros(num_blocks, *spec.shape[1:], dtype=_pool_type(spec.dtype, mode))
@@ -74,13 +81,14 @@ def serve(
             feeds["position_ids"][own] += offsets[index]
         results: dict[str, torch.Tensor] = {}
         for program, interpreter in zip(programs, interpreters, strict=True):
-            wanted = {spec.name for spec in program.inputs}
+            wanted = {spec.name for spec in program.inputs} | ({"slot_ids"} if rank is not None else set())
             tensors = {**feeds, **pools, HIDDEN_STATES: results.get(HIDDEN_STATES_OUT)}
             known = [tap for tap in taps if tap in program.tensors]
             results |= interpreter.run({name: tensors[name] for name in wanted}, taps=known)
         for place, (own, index) in enumerate(zip(rows, members, strict=True)):
             owned = torch.from_numpy(plan.logit_owner[:, 0] == place)
-            found[index].setdefault("logits", []).append(results["logits"][owned])
+            if "logits" in results:
+                found[index].setdefault("logits", []).append(results["logits"][owned])
             for tap in taps:
                 found[index].setdefault(tap, []).append(results[tap][own])
             position[index] += step[index]

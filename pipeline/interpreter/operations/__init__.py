@@ -17,6 +17,7 @@ from dataclasses import dataclass
 from pipeline.interpreter.operations import (
     arithmetic,
     attention,
+    collective,
     experts,
     fused,
     linear,
@@ -44,6 +45,7 @@ OPERATIONS: dict[str, Operation] = {
     "attention": Operation(attention.compile_attention),
     "cast": Operation(arithmetic.compile_cast),
     "concatenation": Operation(movement.compile_concatenation),
+    "dist_collective": Operation(collective.compile_dist_collective),
     "dequantize": Operation(products.compile_dequantize),
     "elementwise": Operation(arithmetic.compile_elementwise),
     "fill": Operation(arithmetic.compile_fill, integers=(0,)),

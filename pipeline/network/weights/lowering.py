@@ -17,6 +17,7 @@ LOWERINGS: dict[str | None, Lowering] = {
     None: plain.lower,
     "int4": int4.lower,
     "fp8": fp8.lower,
+    "fp8_rows": fp8.lower_rows,
     "fp8_blocks": fp8_blocks.lower,
     "int8": int8.lower_weight_only,
     "int8_sq": int8.lower_smoothed,
