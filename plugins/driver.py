@@ -62,6 +62,14 @@ class Driver:
         self._check(self._cuda.cuStreamSynchronize(handle), problem)
         return list(numbers)
 
+    def copy(self, target: int, source: int, size: int, stream: int) -> None:
+        """Bytes, from one place on the GPU to another."""
+        where, from_where = ctypes.c_uint64(target), ctypes.c_uint64(source)
+        self._check(
+            self._cuda.cuMemcpyDtoDAsync_v2(where, from_where, ctypes.c_size_t(size), ctypes.c_void_p(stream)),
+            f"{size} bytes cannot be copied on the GPU",
+        )
+
     def _load(self, function: Function) -> ctypes.c_void_p:
         context = ctypes.c_void_p()
         self._check(self._cuda.cuCtxGetCurrent(ctypes.byref(context)), "there is no CUDA context")

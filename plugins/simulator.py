@@ -118,19 +118,19 @@ def _run(operation: Operation, packed: list[list[Packed]], sm: int) -> list[list
 
 
 def _exchange(step: Exchange, ranks: list[_Rank]) -> None:
-    """Every rank's rows are taken before any is written."""
+    """Every rank's rows are taken before any is written. Where there is only one, all its rows are for itself."""
     import torch
 
     sent = []
     for rank in ranks:
-        goes = [1] * len(ranks)
+        goes = [1] * step.ranks
         if step.counts is not None:
             counts = rank.locate(step.counts).view(torch.int32)
             goes = counts.view(2, -1)[int(step.reverse)].tolist()
         sizes = [count * step.row_bytes for count in goes]
         sent.append([part.clone() for part in torch.split(rank.locate(step.source)[: sum(sizes)], sizes)])
     for index, rank in enumerate(ranks):
-        came = torch.cat([parts[index] for parts in sent])
+        came = torch.cat([parts[index] for parts in sent] if len(ranks) > 1 else sent[0])
         rank.locate(step.target)[: len(came)] = came
 
 

@@ -150,6 +150,16 @@ def plan_launches(
     )
 
 
+Locate = Callable[[Memory], int]  # the address of an operation's memory
+
+
+def exchange_over_nccl(step: Exchange, locate: Locate, stream: int) -> None:
+    """Raises CompatibilityError where the group is not connected."""
+    counts = open_driver().read_integers(locate(step.counts), 2 * step.ranks, stream) if step.counts else []
+    group = find_group(step.first, step.ranks)
+    run_exchange(step, group, locate(step.source), locate(step.target), counts, stream)
+
+
 def run_launches(
     operation: Operation,
     carried: Carried,
@@ -158,6 +168,7 @@ def run_launches(
     outputs: Sequence[int],
     workspace: int,
     stream: int,
+    exchange: Callable[[Exchange, Locate, int], None] = exchange_over_nccl,
 ) -> None:
     """Starts what the operation plans for these shapes. inputs, outputs, workspace: device addresses."""
 
@@ -172,9 +183,7 @@ def run_launches(
     driver, sm = open_driver(), find_sm()
     for index, step in plan_launches(operation, tuple(shapes)):
         if isinstance(step, Exchange):
-            counts = driver.read_integers(locate(step.counts), 2 * step.ranks, stream) if step.counts else []
-            group = find_group(step.first, step.ranks)
-            run_exchange(step, group, locate(step.source), locate(step.target), counts, stream)
+            exchange(step, locate, stream)
         else:
             pairs = zip(step.kernel.parameters, step.arguments, strict=True)
             arguments = [value(argument, kind) for (_, kind), argument in pairs]

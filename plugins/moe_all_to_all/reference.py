@@ -58,7 +58,7 @@ def combine(op: MoeCombine, transport: Transport[Tensor], rows: Tensor, places: 
         most=len(places) * op.most_ranks,
     )
     padded = F.pad(returned.float(), (0, 0, 0, 1))  # place -1 is a row of zeros
-    total = torch.zeros((len(places), op.hidden))
+    total = padded.new_zeros((len(places), op.hidden))
     for column in places.long().unbind(1):
         total += padded[column]
     return total.to(rows.dtype)
@@ -73,7 +73,7 @@ def _sort(op: MoeDispatch, ids: Tensor) -> tuple[Tensor, Tensor, Tensor]:
     order = torch.argsort(owner[token, choice], stable=True)
     token, choice = token[order], choice[order]
     places = torch.full_like(ids, -1)
-    places[token, choice] = torch.arange(len(token), dtype=ids.dtype)
+    places[token, choice] = torch.arange(len(token), dtype=ids.dtype, device=ids.device)
     return token, places, torch.bincount(owner[token, choice], minlength=op.ranks).to(torch.int32)
 
 

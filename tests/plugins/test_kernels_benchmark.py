@@ -3,15 +3,18 @@
 from __future__ import annotations
 
 import json
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
 import torch
 
 from benchmarks.kernels import compare, count_bytes, draw_inputs, main, record
-from plugins.operation import Operation
+from benchmarks.loopback import keep_local, loop_back
+from plugins.operation import Exchange, Input, Operation, Scratch
 from plugins.passed import find_run
 from plugins.simulator import Simulator
+from tests.plugins.test_moe_all_to_all import COMBINE, DISPATCH
 from tests.plugins.test_paged_attention import GROUPED, LATENT
 from tests.plugins.test_rope_paged_kv import HEADS
 from tests.plugins.test_rope_paged_kv import LATENT as LATENT_ROPE
@@ -19,7 +22,13 @@ from tests.plugins.test_rope_paged_kv import LATENT as LATENT_ROPE
 SPANS = [(20, 1), (0, 6)]
 
 
-@pytest.mark.parametrize("operation", [HEADS, LATENT_ROPE, GROUPED, LATENT], ids=lambda operation: operation.NAME)
+# One rank of a group, whose messages come back to it.
+EXCHANGED = [keep_local(op) for op in (replace(DISPATCH, payload="fp8", hidden=64), replace(COMBINE, hidden=64))]
+
+
+@pytest.mark.parametrize(
+    "operation", [HEADS, LATENT_ROPE, GROUPED, LATENT, *EXCHANGED], ids=lambda operation: operation.NAME
+)
 def test_right_kernels_pass_and_wrong_ones_do_not(simulator: Simulator, operation: Operation) -> None:
     inputs = draw_inputs(operation, SPANS, "cpu")
     assert [tensor.dim() for tensor in inputs] == [dims for _, dims in operation.INPUTS][: len(inputs)]
@@ -41,6 +50,36 @@ def test_bytes_are_those_of_the_steps_own_rows() -> None:
     inputs = draw_inputs(HEADS, SPANS, "cpu")
     step = sum(tensor.numel() * 4 for tensor in inputs[3:8])
     assert count_bytes(HEADS, inputs, SPANS) == qkv + query + pools + tables + step
+
+
+def test_bytes_of_exchanged_rows_are_those_of_messages() -> None:
+    dispatch, combine = EXCHANGED
+    inputs = draw_inputs(dispatch, SPANS, "cpu")
+    row, message = 64 * 4, 64 + 4 + 2 * 8 + 12
+    messages = sum(len(set(row)) for row in (inputs[1] // 4).tolist())
+    assert 7 < messages < 14
+    assert count_bytes(dispatch, inputs, SPANS) == 7 * row + messages * (2 * message + row)
+    assert count_bytes(combine, draw_inputs(combine, SPANS, "cpu"), SPANS) == (messages + 7) * row
+
+
+def test_a_rank_alone_gets_back_what_it_sends(monkeypatch: pytest.MonkeyPatch) -> None:
+    """On a GPU, as far as its driver is called."""
+    read, copied = [], []
+
+    class Driver:
+        def read_integers(self, address: int, count: int, stream: int) -> list[int]:
+            read.append((address, count, stream))
+            return [3, 4]
+
+        def copy(self, *numbers: int) -> None:
+            copied.append(numbers)
+
+    monkeypatch.setattr("benchmarks.loopback.open_driver", Driver)
+    places: dict[object, int] = {Input(2): 300, Input(0): 100, Scratch(0): 900}
+    step = COMBINE.launches([(14, 16), (7, 2), (2, 2)])[0]
+    assert isinstance(step, Exchange)
+    loop_back(step, places.__getitem__, 5)
+    assert (read, copied) == ([(300, 2, 5)], [(900, 100, 7 * 64, 5)])
 
 
 def test_a_run_is_recorded_once(tmp_path: Path) -> None:
