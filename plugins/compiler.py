@@ -58,7 +58,7 @@ def compile_kernel(kernel: Kernel, sm: int) -> Compiled:
             hint="unset TRITON_INTERPRET",
         )
     types = dict(kernel.parameters)
-    constants = dict(kernel.constants)
+    constants = dict(kernel.constants) | ({"SM": sm} if "SM" in function.arg_names else {})
     source = ASTSource(
         fn=function,
         signature={name: types.get(name, "constexpr") for name in function.arg_names},
