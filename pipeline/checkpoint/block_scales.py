@@ -26,12 +26,6 @@ _FLOAT16_SHIFT = 256.0
 _LARGE = 1e36  # scales from here on cannot be multiplied by the shift first
 
 
-def is_block_scaled(source: TensorSource, weight: str) -> bool:
-    """Whether the engine checkpoint `source` holds this weight in FP8 blocks."""
-    info = source.tensors.get(weight)
-    return info is not None and info.dtype == FP8
-
-
 def read_weight(source: TensorSource, weight: str) -> torch.Tensor:
     """An engine checkpoint's weight as float32 [O, I] where it is stored in FP8 blocks, else as it is stored."""
     raw = source.read(weight)

@@ -16,6 +16,7 @@ from pipeline.checkpoint.layouts.scales import CONFIG_KEY as FP8_KEY
 from pipeline.errors import CheckpointError
 
 OWN_KEY = "trtseek"
+QUANTIZATION_KEY = "quantization_config"  # the hub's, of weights that are not plain floats
 FORMAT = 1  # of the engine checkpoint; readers refuse others
 TYPE_KEYS = ("torch_dtype", "dtype")  # the hub's, and transformers 5's
 # What the source said of its type, in our key: only where that was nothing, or not what the weights are.
@@ -36,7 +37,7 @@ def write_converted(
         own[STATED_KEY] = stated
     text = _read_text(source)
     if has_fp8 and not keeps_fp8:
-        text = remove_key(text, "quantization_config")
+        text = remove_key(text, QUANTIZATION_KEY)
     return _write_text(folder, set_keys(text, types | {OWN_KEY: own}))
 
 
@@ -48,13 +49,18 @@ def write_quantized(source: CheckpointFolder, folder: Path, quantization: Mappin
     return _write_text(folder, set_keys(_read_text(source), {OWN_KEY: {**own, "quantization": quantization}}))
 
 
-def write_exported(engine: CheckpointFolder, folder: Path) -> Path:
-    """The source's own config.json again, where its weights' type is too; else that with their type."""
+def write_exported(engine: CheckpointFolder, folder: Path, quantization: Mapping[str, Any] | None) -> Path:
+    """The source's own config.json again, where its weights' type is too; else that with their type. `quantization`:
+    the quantization_config that goes with the exported weights, the source's own where it is the same."""
     text = remove_key(_read_text(engine), OWN_KEY)
     stated = engine.config[OWN_KEY].get(STATED_KEY)
     if stated is not None:
         for key in TYPE_KEYS:
             text = set_keys(text, {key: stated[key]}) if key in stated else remove_key(text, key)
+    if quantization is None:
+        text = remove_key(text, QUANTIZATION_KEY)
+    elif quantization != engine.config.get(QUANTIZATION_KEY):
+        text = set_keys(text, {QUANTIZATION_KEY: quantization})
     return _write_text(folder, text)
 
 

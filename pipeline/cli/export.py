@@ -1,4 +1,4 @@
-"""trtseek export FOLDER OUTPUT: an engine checkpoint back to a Hugging Face folder."""
+"""trtseek export CHECKPOINT --format F --output DIR: an engine checkpoint as others serve it."""
 
 from __future__ import annotations
 
@@ -6,17 +6,59 @@ from pathlib import Path
 
 import click
 
+# The tables are in pipeline.exports, which imports what --help must not wait for.
+FORMATS = ("hf", "awq", "compressed_tensors", "modelopt", "gguf")
+OTHERS = ("refuse", "16bit")
+RUN, STAGES = "run.json", ("quantize", "convert")
+
 
 @click.command(name="export")
-@click.argument("folder", metavar="FOLDER", type=click.Path(path_type=Path))
-@click.argument("output", metavar="OUTPUT", type=click.Path(path_type=Path))
-def command(folder: Path, output: Path) -> None:
-    """Write the engine checkpoint in FOLDER, which convert made, as a Hugging Face checkpoint in OUTPUT.
+@click.argument("checkpoint", type=click.Path(path_type=Path))
+@click.option("--format", "format", type=click.Choice(FORMATS), default="hf", show_default=True, help="What to write.")
+@click.option("--output", required=True, type=click.Path(path_type=Path), help="The folder to make.")
+@click.option(
+    "--others",
+    type=click.Choice(OTHERS),
+    default="refuse",
+    show_default=True,
+    help="What to do with linears that the format cannot hold exactly.",
+)
+@click.option(
+    "--asymmetric",
+    type=click.IntRange(1),
+    metavar="GROUP",
+    help="AWQ of a converted checkpoint: round it to INT4 with zero points, in groups of so many inputs.",
+)
+def command(checkpoint: Path, format: str, output: Path, others: str, asymmetric: int | None) -> None:
+    """Write CHECKPOINT as a folder that others load.
 
-    Where convert kept the type, every tensor and config.json come back bit for bit.
+    CHECKPOINT is an engine checkpoint (out/NAME/convert, out/NAME/quantize) or a run's folder, which stands for its
+    last. Numbers are never rounded again: what the format cannot hold exactly is refused, or written in 16 bits.
+
+    \b
+    hf                  Hugging Face, 16 bits; a converted checkpoint comes back bit for bit, FP8 blocks as DeepSeek's
+    awq                 AutoAWQ's GEMM layout: vLLM, LMDeploy, SGLang
+    compressed_tensors  llm-compressor's: vLLM, transformers
+    modelopt            nvidia-modelopt's: TensorRT-LLM's PyTorch backend
+    gguf                llama.cpp
     """
-    from pipeline.checkpoint.export import export_checkpoint
     from pipeline.checkpoint.folder import CheckpointFolder
+    from pipeline.exports.formats import export_checkpoint
+    from pipeline.progress import make_reporter
 
-    export_checkpoint(CheckpointFolder.open(folder), output)
+    reporter = make_reporter()
+    reporter.begin("export")
+    engine = CheckpointFolder.open(_locate(checkpoint))
+    report = export_checkpoint(engine, output, format, others=others, asymmetric=asymmetric, progress=reporter)
+    for note in report.notes:
+        reporter.note(note)
+    written = ", ".join(f"{count} linears in {kind}" for kind, count in report.quantized.items())
+    reporter.end(f"{format}: {written or 'all linears in 16 bits'}")
     click.echo(output)
+
+
+def _locate(path: Path) -> Path:
+    """A run's last checkpoint, or `path` itself."""
+    if not (path / RUN).is_file():
+        return path
+    return next((path / stage for stage in STAGES if (path / stage).is_dir()), path)

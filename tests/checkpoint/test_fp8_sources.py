@@ -10,15 +10,16 @@ import torch
 from safetensors.torch import load_file
 
 from pipeline.checkpoint.convert import convert_checkpoint
-from pipeline.checkpoint.export import export_checkpoint, hf_layer_state
+from pipeline.checkpoint.export import hf_layer_state
 from pipeline.checkpoint.folder import CheckpointFolder
 from pipeline.errors import CheckpointError
 from pipeline.evaluation.conversion_proof import prove_conversion
+from pipeline.exports.formats import export_checkpoint
 from pipeline.progress import SILENT
 from pipeline.workspace import FolderWorkspace
 from tests import fixtures
-from tests.checkpoint.test_export import assert_same_folder
 from tests.evaluation.support import Altered
+from tests.exports.test_hf import assert_same_folder
 
 BIAS = "mlp.router.e_score_correction_bias"
 # Widths that 128 does not divide, above and below it: blocks are ragged in rows, in columns and in both.

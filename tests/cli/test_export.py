@@ -1,17 +1,25 @@
-"""`trtseek export` brings a converted checkpoint back, and refuses what it cannot."""
+"""`trtseek export`: a checkpoint or a run's folder into each format, what is said of it, and what is refused."""
 
 from __future__ import annotations
 
+import json
 from pathlib import Path
 
 import pytest
 import torch
-from click.testing import CliRunner
+from click.testing import CliRunner, Result
 from safetensors.torch import load_file
 
-from pipeline.cli.export import command
-from pipeline.errors import CheckpointError
+from pipeline.cli.export import FORMATS, OTHERS, command
+from pipeline.errors import CheckpointError, CompatibilityError, ConfigError
+from pipeline.exports.formats import NAMES
+from pipeline.exports.plan import REFUSE, WIDEN
 from tests.evaluation.support import convert
+from tests.exports import support
+
+
+def run(*arguments: object) -> Result:
+    return CliRunner().invoke(command, [str(argument) for argument in arguments], catch_exceptions=False)
 
 
 def load(folder: Path) -> dict[str, list[int]]:
@@ -21,14 +29,44 @@ def load(folder: Path) -> dict[str, list[int]]:
 
 def test_a_converted_checkpoint_comes_back(deepseek_v2_path: Path, tmp_path: Path) -> None:
     convert(deepseek_v2_path, tmp_path / "engine", "bfloat16")
-    result = CliRunner().invoke(command, [str(tmp_path / "engine"), str(tmp_path / "back")], catch_exceptions=False)
+    result = run(tmp_path / "engine", "--output", tmp_path / "back")
     assert result.exit_code == 0
     assert load(tmp_path / "back") == load(deepseek_v2_path)
     assert (tmp_path / "back/config.json").read_bytes() == (deepseek_v2_path / "config.json").read_bytes()
+
+
+def test_a_run_stands_for_its_last_checkpoint(tmp_path: Path) -> None:
+    """A run's folder links its stages: the quantized one goes out, in the format asked for, with what became of it."""
+    support.quantize("llama", "awq", tmp_path)
+    run_folder = tmp_path / "run"
+    run_folder.mkdir()
+    (run_folder / "run.json").write_text("{}")
+    (run_folder / "convert").symlink_to(tmp_path / "engine")
+    (run_folder / "quantize").symlink_to(tmp_path / "quantized")
+    result = run(run_folder, "--format", "awq", "--others", "16bit", "--output", tmp_path / "out")
+    assert "export: awq: 12 linears in int4" in result.stderr
+    assert "2 linears in 16 bits: its input is multiplied by a vector" in result.stderr
+    assert result.stdout == f"{tmp_path / 'out'}\n"
+    assert json.loads((tmp_path / "out/config.json").read_text())["quantization_config"]["quant_method"] == "awq"
+    (run_folder / "quantize").unlink()
+    with pytest.raises(CompatibilityError, match="no linear that awq could hold"):
+        run(run_folder, "--format", "awq", "--output", tmp_path / "none")
+    assert not (tmp_path / "none").exists()
 
 
 def test_what_is_there_is_not_written_over(llama_path: Path, tmp_path: Path) -> None:
     convert(llama_path, tmp_path / "engine", "bfloat16")
     (tmp_path / "back").mkdir()
     with pytest.raises(CheckpointError, match="exists already"):
-        CliRunner().invoke(command, [str(tmp_path / "engine"), str(tmp_path / "back")], catch_exceptions=False)
+        run(tmp_path / "engine", "--output", tmp_path / "back")
+
+
+def test_zero_points_go_with_awq_alone(llama_path: Path, tmp_path: Path) -> None:
+    convert(llama_path, tmp_path / "engine", "bfloat16")
+    with pytest.raises(ConfigError, match="hf is written without zero points"):
+        run(tmp_path / "engine", "--asymmetric", "64", "--output", tmp_path / "back")
+
+
+def test_the_choices_are_the_tables() -> None:
+    assert set(FORMATS) == set(NAMES)
+    assert set(OTHERS) == {REFUSE, WIDEN}

@@ -10,11 +10,11 @@ from typing import Any
 
 import pytest
 
-from pipeline.checkpoint.export import export_checkpoint
 from pipeline.checkpoint.folder import CheckpointFolder
+from pipeline.exports.formats import export_checkpoint
 from tests import fixtures
-from tests.checkpoint.test_export import assert_same_folder
 from tests.end_to_end.support import write_project
+from tests.exports.test_hf import assert_same_folder
 
 V3_FP8: Callable[[Path], Path] = lambda path: fixtures.deepseek_v3(path, fp8=True, tokenizer=True)  # noqa: E731
 KEEP = "stages.convert.dtype=null"

@@ -1,0 +1,133 @@
+"""The formats by name, and the one function that exports."""
+
+from __future__ import annotations
+
+import json
+from collections import Counter
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import asdict, dataclass
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+from pipeline.errors import CompatibilityError, ConfigError
+from pipeline.exports import awq, compressed_tensors, hf, modelopt
+from pipeline.exports.folder import new_folder, write_folder
+from pipeline.exports.linear import find_linear
+from pipeline.exports.plan import REFUSE, WIDEN, Encoding, Plan, plan_export
+from pipeline.progress import SILENT
+
+if TYPE_CHECKING:
+    from pipeline.checkpoint.folder import CheckpointFolder
+    from pipeline.progress import Progress
+
+REPORT = "export.json"
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class FolderFormat:
+    """A format of safetensors folders. `describe` gives config.json's quantization_config, `files` further JSON files;
+    `widens`: linears that it has no place for are in 16 bits by its nature, not by a wish."""
+
+    encodings: Callable[[CheckpointFolder], Mapping[str, Encoding]]
+    describe: Callable[[Plan], dict[str, Any] | None]
+    files: Callable[[Plan], Mapping[str, Mapping[str, Any]]] = lambda plan: {}
+    widens: bool = False
+
+
+FOLDERS: Mapping[str, FolderFormat] = {
+    "hf": FolderFormat(encodings=lambda engine: hf.ENCODINGS, describe=hf.describe, widens=True),
+    "awq": FolderFormat(encodings=awq.make_encodings, describe=awq.describe),
+    "compressed_tensors": FolderFormat(
+        encodings=lambda engine: compressed_tensors.ENCODINGS, describe=compressed_tensors.describe
+    ),
+    "modelopt": FolderFormat(
+        encodings=lambda engine: modelopt.ENCODINGS, describe=modelopt.describe, files=modelopt.list_files
+    ),
+}
+GGUF = "gguf"
+NAMES = (*FOLDERS, GGUF)
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class ExportReport:
+    """export.json: how many linears are quantized, by format, and which came in 16 bits instead, with the reason.
+
+    `left_out`: engine tensors that the format has no place for. `remarks`: what its readers do differently."""
+
+    format: str
+    quantized: dict[str, int]
+    widened: dict[str, str]
+    left_out: list[str]
+    remarks: list[str]
+
+    @property
+    def notes(self) -> list[str]:
+        """A line for each thing a user must know."""
+        notes = [
+            f"{count} linears in 16 bits: {reason}" for reason, count in Counter(self.widened.values()).most_common()
+        ]
+        if awq.ROUNDED in self.quantized:
+            notes.append(
+                f"{self.quantized[awq.ROUNDED]} linears rounded to INT4 with zero points, which was not proved"
+            )
+        if self.left_out:
+            notes.append(f"{len(self.left_out)} tensors left out, {self.left_out[0]} among them")
+        return [*notes, *self.remarks]
+
+
+def export_checkpoint(
+    engine: CheckpointFolder,
+    output: Path,
+    format: str = "hf",
+    *,
+    others: str = REFUSE,
+    asymmetric: int | None = None,
+    progress: Progress = SILENT,
+) -> ExportReport:
+    """Writes an engine checkpoint into the new folder `output`, which appears whole or not at all.
+
+    `others`: what to do with linears that the format cannot hold exactly, "refuse" or "16bit". `asymmetric`: AWQ only,
+    of an unquantized checkpoint: round it to INT4 with zero points, in groups of so many inputs. Raises
+    CheckpointError, CompatibilityError, naming the linear, and ConfigError for what goes with no such format.
+    """
+    _check(engine, format, others, asymmetric)
+    if format == GGUF:
+        from pipeline.exports.gguf_file import write_gguf
+
+        with new_folder(output) as folder:
+            plan, remarks = write_gguf(engine, folder, others=others, progress=progress)
+            return _report(plan, format, folder, remarks)
+    row = FOLDERS[format]
+    find = find_linear if asymmetric is None else awq.find_rounded(asymmetric)
+    others = WIDEN if row.widens else others
+    with new_folder(output) as folder:
+        plan = plan_export(engine, row.encodings(engine), others=others, format=format, find=find)
+        if not plan.kept and not row.widens:
+            raise CompatibilityError(
+                f"{engine.path} has no linear that {format} could hold",
+                hint="export what the quantize stage wrote, or choose --format hf for 16-bit weights",
+            )
+        write_folder(plan, folder, row.describe(plan), row.files(plan), progress)
+        return _report(plan, format, folder)
+
+
+def _check(engine: CheckpointFolder, format: str, others: str, asymmetric: int | None) -> None:
+    if format not in NAMES:
+        raise ConfigError(f"{format!r} is no export format", hint=f"formats: {', '.join(NAMES)}")
+    if others not in (REFUSE, WIDEN):
+        raise ConfigError(f"others: {others!r} is neither {REFUSE} nor {WIDEN}")
+    if asymmetric is not None and format != "awq":
+        raise ConfigError(f"{format} is written without zero points", hint="--asymmetric goes with --format awq")
+
+
+def _report(plan: Plan, format: str, folder: Path, remarks: Sequence[str] = ()) -> ExportReport:
+    report = ExportReport(
+        format=format,
+        quantized=dict(Counter(kept.format for kept in plan.kept.values())),
+        widened=plan.widened,
+        left_out=plan.left_out,
+        remarks=list(remarks),
+    )
+    document = asdict(report)
+    (folder / REPORT).write_text(json.dumps(document, indent=2, ensure_ascii=False) + "\n", encoding="utf-8")
+    return report

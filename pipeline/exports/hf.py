@@ -1,0 +1,58 @@
+"""A plain Hugging Face folder: the source's own bytes, or 16-bit floats for what was quantized.
+
+FP8 in blocks goes back to DeepSeek-V3's own form, X.weight with X.weight_scale_inv (arXiv 2412.19437 §3.3.2).
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from typing import TYPE_CHECKING, Any
+
+from pipeline.checkpoint.engine_config import QUANTIZATION_KEY
+from pipeline.checkpoint.layouts.scales import BLOCK, FP8, count_blocks, source_scale
+from pipeline.checkpoint.tensors import TensorInfo
+from pipeline.exports.plan import Encoding
+
+if TYPE_CHECKING:
+    import torch
+
+    from pipeline.exports.linear import Numbers, Part, QuantizedLinear
+    from pipeline.exports.plan import Plan
+
+DEEPSEEK: Mapping[str, Any] = {
+    "activation_scheme": "dynamic",
+    "fmt": "e4m3",
+    "quant_method": "fp8",
+    "weight_block_size": [BLOCK, BLOCK],
+}
+
+
+def _describe(linear: QuantizedLinear, part: Part, dtype: str) -> list[TensorInfo]:
+    weight = f"{part.name}.weight"
+    return [TensorInfo(weight, FP8, part.shape), TensorInfo(source_scale(weight), "F32", count_blocks(part.shape))]
+
+
+def _encode(numbers: Numbers, dtype: str) -> list[torch.Tensor]:
+    return [numbers.q, numbers.scales]
+
+
+def refuse_cut_blocks(linear: QuantizedLinear) -> str | None:
+    """Of what is one linear in the engine and several on the hub, each must begin with a block."""
+    if any(part.rows.start % BLOCK for part in linear.parts):
+        return f"blocks of {BLOCK} rows reach over its parts"
+    return None
+
+
+ENCODINGS: Mapping[str, Encoding] = {
+    "fp8_blocks": Encoding(describe=_describe, encode=_encode, refuse=refuse_cut_blocks)
+}
+
+
+def describe(plan: Plan) -> dict[str, Any] | None:
+    """quantization_config: the source's own for its own FP8, with what is in 16 bits for ours."""
+    if not plan.kept:
+        return None
+    stated = plan.engine.config.get(QUANTIZATION_KEY)
+    if stated is not None and not plan.is_quantized:
+        return dict(stated)
+    return {**(stated or DEEPSEEK), "modules_to_not_convert": plan.wide_linears}

@@ -1,0 +1,96 @@
+"""nvidia-modelopt's unified Hugging Face checkpoints, which TensorRT-LLM's PyTorch backend (1.3 and later) loads.
+
+    of ours   quant_algo    tensors of a linear [O, I]
+    int4      W4A16_AWQ     weight U8 [O/2, I] (row 2r in the low nibble, 2r + 1 in the high one, as in ours),
+                            weight_scale F32 [O, I/g], pre_quant_scale [I] in the model's type where there is one
+    fp8       FP8           weight F8_E4M3 [O, I], weight_scale F32 [], input_scale F32 []
+
+hf_quant_config.json names the algorithm and what is left out; of more than one, MIXED_PRECISION, with each linear's.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from typing import TYPE_CHECKING, Any
+
+from pipeline.checkpoint.layouts.scales import FP8
+from pipeline.checkpoint.tensors import TensorInfo
+from pipeline.exports.plan import Encoding
+from pipeline.quantization.selection import FORMATS as ROWS
+from pipeline.quantization.selection import MIXED
+
+if TYPE_CHECKING:
+    import torch
+
+    from pipeline.exports.linear import Numbers, Part, QuantizedLinear
+    from pipeline.exports.plan import Kept, Plan
+
+FILE = "hf_quant_config.json"
+
+
+def _describe_int4(linear: QuantizedLinear, part: Part, dtype: str) -> list[TensorInfo]:
+    rows, columns = part.shape
+    infos = [
+        TensorInfo(f"{part.name}.weight", "U8", (rows // 2, columns)),
+        TensorInfo(f"{part.name}.weight_scale", "F32", (rows, columns // (linear.group or columns))),
+    ]
+    if linear.is_prescaled:
+        infos.append(TensorInfo(f"{part.name}.pre_quant_scale", dtype, (columns,)))
+    return infos
+
+
+def _encode_int4(numbers: Numbers, dtype: str) -> list[torch.Tensor]:
+    import torch
+
+    from pipeline.quantization.int4 import pack
+
+    packed = pack(numbers.q.contiguous()).view(torch.uint8)
+    return [packed, numbers.scales, *([] if numbers.prescale is None else [numbers.prescale])]
+
+
+def _refuse_int4(linear: QuantizedLinear) -> str | None:
+    return "its rows do not pack in pairs" if any(part.shape[0] % 2 for part in linear.parts) else None
+
+
+def _describe_fp8(linear: QuantizedLinear, part: Part, dtype: str) -> list[TensorInfo]:
+    scales = [TensorInfo(f"{part.name}.{kind}", "F32", ()) for kind in ("weight_scale", "input_scale")]
+    return [TensorInfo(f"{part.name}.weight", FP8, part.shape), *scales]
+
+
+def _encode_fp8(numbers: Numbers, dtype: str) -> list[torch.Tensor]:
+    inputs = numbers.scales if numbers.inputs is None else numbers.inputs
+    return [numbers.q, numbers.scales.reshape(()), inputs.reshape(())]
+
+
+ENCODINGS: Mapping[str, Encoding] = {
+    "int4": Encoding(describe=_describe_int4, encode=_encode_int4, refuse=_refuse_int4),
+    "fp8": Encoding(describe=_describe_fp8, encode=_encode_fp8),
+}
+
+
+def describe(plan: Plan) -> dict[str, Any] | None:
+    """quantization_config of config.json: the same as in the file, and whose it is."""
+    return {"quant_method": "modelopt", **_describe(plan)} if plan.kept else None
+
+
+def list_files(plan: Plan) -> Mapping[str, Mapping[str, Any]]:
+    producer = {"name": "modelopt", "version": "0.47.0"}  # the layout's, which readers may ask for
+    return {FILE: {"producer": producer, "quantization": _describe(plan)}} if plan.kept else {}
+
+
+def _describe(plan: Plan) -> dict[str, Any]:
+    kinds = {(kept.format, kept.group) for kept in plan.kept.values()}
+    routers = [name for name, role in plan.plain.items() if role == "router"]
+    document: dict[str, Any] = {"quant_algo": MIXED, "kv_cache_quant_algo": None}
+    if len(kinds) == 1:
+        document |= _name(next(iter(plan.kept.values())))
+    else:
+        document["quantized_layers"] = {name: _name(kept) for name, kept in plan.kept.items()}
+    return {**document, "exclude_modules": sorted([*plan.wide_linears, *routers])}
+
+
+def _name(kept: Kept) -> dict[str, Any]:
+    row: dict[str, Any] = {"quant_algo": ROWS[kept.format].quant_algo}
+    if kept.group:
+        row |= {"group_size": kept.group, "has_zero_point": False, "pre_quant_scale": True}
+    return row
