@@ -26,7 +26,6 @@ FP8_TILE = 128
 GROUP_SIZES = (64, 128)
 BLACKWELL = range(100, 120)
 W4A8_SMS = range(89, 100)
-ROW_PARALLEL = ("attention.dense", "mlp.proj")
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -161,11 +160,7 @@ def _find_w4a8(ask: Ask) -> str | None:
 
 
 def _find_float32(ask: Ask) -> str | None:
-    return (
-        "weights in float32: its quantized linears compute in float16 or bfloat16"
-        if (ask.dtype == "float32" and ask.formats)
-        else None
-    )
+    return "weights in float32: its attention and its GEMMs are for 16 bits" if ask.dtype == "float32" else None
 
 
 def _find_group(ask: Ask) -> str | None:
@@ -174,10 +169,12 @@ def _find_group(ask: Ask) -> str | None:
 
 
 def _find_multiple(ask: Ask) -> str | None:
-    size = ask.parallel.tensor
+    size, a = ask.parallel.tensor, ask.architecture
+    repeated = 2 * (repeat_heads(a, ask.parallel).num_kv_heads - a.num_kv_heads) * a.head_dim
     for linear in ask.linears:
         wanted = linear.multiple * size
-        for count, what in ((linear.in_features, "inputs"), (linear.out_features, "outputs")):
+        outputs = linear.out_features + (repeated if linear.name.endswith("attention.qkv") else 0)
+        for count, what in ((linear.in_features, "inputs"), (outputs, "outputs")):
             if wanted > size and count % wanted:
                 return (
                     f"{linear.name} ({linear.format}) has {count} {what}, no multiple of {linear.multiple} x tensor "
@@ -244,7 +241,7 @@ LIMITS: tuple[Limit, ...] = (
         "use method fp8; or backend tensorrt, which builds INT4 for that GPU",
     ),
     Limit("w4a8_needs_ada", "stages.quantize.method", _find_w4a8, "use method awq, or a GPU of SM89 or SM90"),
-    Limit("quantized_is_16_bit", "stages.convert.dtype", _find_float32, "set stages.convert.dtype: float16"),
+    Limit("engines_in_16_bits", "stages.convert.dtype", _find_float32, "set stages.convert.dtype: float16"),
     Limit("group_has_kernels", "stages.quantize.group_size", _find_group, "set group_size: 64 or 128, or use fp8"),
     Limit(
         "kernels_divide",
