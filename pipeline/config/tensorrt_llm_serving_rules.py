@@ -1,5 +1,6 @@
-"""The compatibility rule of `stages.package` for flavour tensorrtllm: what its settings ask of an engine that is not
-built for it. TensorRT-LLM's backend would find out at its start, or go on with a default."""
+"""The compatibility rules of `stages.package` for flavours tensorrtllm and llmapi: what its settings ask of an engine
+that is not built for it, where TensorRT-LLM's backend would find out at its start or go on with a default, and what the
+flavour has no place for."""
 
 from __future__ import annotations
 
@@ -7,7 +8,41 @@ from collections.abc import Iterator
 
 from pipeline.config.case import Case
 from pipeline.config.rules import Rule
-from pipeline.config.tensorrt_llm_rules import of_backend
+from pipeline.config.section import Section
+from pipeline.config.tensorrt_llm_rules import of_backend, of_both
+
+# Of trtseek's own executor.
+OWN = ("runner", "interpreter_mode")
+# Of Triton's queue and text models, which the LLM API has none of: it tokenizes, waits and batches itself.
+TRITONS = (
+    "max_queue_size",
+    "add_special_tokens",
+    "skip_special_tokens",
+    "preprocessing_instances",
+    "postprocessing_instances",
+)
+# Under stages.package.tensorrt_llm: what the LLM API has too.
+SHARED = (
+    "kv_cache_host_memory_bytes",
+    "kv_cache_onboard_blocks",
+    "max_attention_window_size",
+    "sink_token_length",
+    "cancellation_check_period_ms",
+)
+
+
+def _find_homeless(case: Case) -> str | None:
+    package, backend = case.config.stages.package, case.config.target.backend
+    own = package.tensorrt_llm
+    keys = [*OWN, *(TRITONS if backend == "llmapi" else ())]
+    set_ = [key for key in keys if _is_set(package, key)]
+    if backend == "llmapi":
+        set_ += [f"tensorrt_llm.{key}" for key in type(own).model_fields if key not in SHARED and _is_set(own, key)]
+    return f"{', '.join(set_)}: backend {backend} has no place for it" if set_ else None
+
+
+def _is_set(section: Section, key: str) -> bool:
+    return bool(getattr(section, key) != type(section).model_fields[key].default)
 
 
 def _find_unserved(case: Case) -> str | None:
@@ -39,6 +74,7 @@ def _list_unserved(case: Case) -> Iterator[str]:
 
 
 TENSORRT_LLM_SERVING_RULES: tuple[Rule, ...] = (
+    Rule("served_with_a_place", "stages.package", of_both(_find_homeless), "leave it out"),
     Rule(
         "served_as_built",
         "stages.package",

@@ -7,6 +7,8 @@ import pytest
 from pipeline.config.tensorrt_llm_serving_rules import TENSORRT_LLM_SERVING_RULES
 from tests.config.test_compatibility import make_case
 
+RULES = {rule.name: rule for rule in TENSORRT_LLM_SERVING_RULES}
+PYTORCH = {"target.gpu": "H100", "target.backend": "llmapi"}
 ENGINE = {"target.gpu": "H100", "target.backend": "tensorrt_llm"}
 OWN, BUILT = "stages.package.tensorrt_llm", "stages.build.tensorrt_llm"
 INT8_CACHE = {"stages.quantize.kv_cache": "int8"}
@@ -42,12 +44,29 @@ SETTINGS = [
 
 @pytest.mark.parametrize(("broken", "kept", "message"), SETTINGS)
 def test_settings_beyond_the_engine_are_refused(broken: dict, kept: dict, message: str) -> None:
-    (rule,) = TENSORRT_LLM_SERVING_RULES
+    rule = RULES["served_as_built"]
     found = rule.find(make_case({**ENGINE, **broken}))
     assert found is not None and message in found
     assert rule.find(make_case({**ENGINE, **kept})) is None
 
 
 def test_they_are_no_concern_of_other_backends() -> None:
-    (rule,) = TENSORRT_LLM_SERVING_RULES
+    rule = RULES["served_as_built"]
     assert rule.find(make_case({f"{OWN}.gpu_weights_percent": 0.5})) is None
+
+
+@pytest.mark.parametrize(
+    ("backend", "setting", "refused"),
+    [
+        (ENGINE, {"stages.package.interpreter_mode": "exact"}, "interpreter_mode: backend tensorrt_llm has no place"),
+        (PYTORCH, {"stages.package.max_queue_size": 4}, "max_queue_size: backend llmapi has no place"),
+        (ENGINE, {"stages.package.max_queue_size": 4}, None),
+        (PYTORCH, {f"{OWN}.cuda_graph_mode": True}, "tensorrt_llm.cuda_graph_mode: backend llmapi"),
+        (ENGINE, {f"{OWN}.cuda_graph_mode": True}, None),
+        (PYTORCH, {HOST: 1 << 30}, None),
+        ({}, {f"{OWN}.cuda_graph_mode": True, "stages.package.interpreter_mode": "exact"}, None),
+    ],
+)
+def test_settings_without_a_place_are_refused(backend: dict, setting: dict, refused: str | None) -> None:
+    found = RULES["served_with_a_place"].find(make_case({**backend, **setting}))
+    assert (refused in found) if refused else found is None

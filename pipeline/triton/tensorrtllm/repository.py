@@ -16,10 +16,11 @@ from typing import TYPE_CHECKING, Any
 
 from pipeline.errors import PackageError
 from pipeline.progress import SILENT, Progress
+from pipeline.triton import MODEL_REPO
 from pipeline.triton.emission import ARTIFACTS, BY_TRITON, REPOSITORY, Linker, list_modules, write_models
+from pipeline.triton.launch import write_launch
 from pipeline.triton.lint import check_repository
 from pipeline.triton.model_config import Models, build_configs, text_parameters
-from pipeline.triton.tensorrtllm.launch import write_launch
 from pipeline.triton.tensorrtllm.parameters import count_bls, list_parameters
 
 if TYPE_CHECKING:
@@ -47,9 +48,10 @@ def emit_repository(
     from pipeline.checkpoint.folder import CheckpointFolder
     from pipeline.engine.tensorrt_llm.engine_folder import read_engine_folder
     from pipeline.engine.tensorrt_llm.record import ENGINE, load_record
-    from pipeline.engine.tensorrt_llm.request import make_request
+    from pipeline.engine.tensorrt_llm.request import EngineRequest
 
-    request, record, engine = make_request(config), load_record(build), read_engine_folder(build / ENGINE)
+    record, engine = load_record(build), read_engine_folder(build / ENGINE)
+    request = EngineRequest.from_json(record.request)
     folder = CheckpointFolder.open(checkpoint)
     if not (checkpoint / "tokenizer_config.json").is_file():
         raise PackageError(
@@ -67,7 +69,8 @@ def emit_repository(
     configs = build_configs(describe_models(config, request, **artifacts))
     set_types(configs, request.logits_dtype)
     write_models(output / REPOSITORY, configs, list_modules(BY_TRITON))
-    write_launch(output, ranks=engine.world, version=record.version, image=record.image)
+    script = MODEL_REPO / "launch" / "tensorrtllm.sh"
+    write_launch(output, script, ranks=engine.world, tensorrt_llm=record.version, image=record.image)
     check_repository(output / REPOSITORY, backends=None)
 
 

@@ -32,7 +32,7 @@ def make_config(package: Mapping[str, Any] | None = None, tensor: int = 1, **bui
 
 def write_build(folder: Path, config: Config) -> Path:
     """The build stage's output: an engine's folder, and its record."""
-    request = make_request(config)
+    request = make_request(config, None)
     engine = folder / ENGINE
     engine.mkdir(parents=True)
     described = {

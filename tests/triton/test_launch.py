@@ -8,7 +8,8 @@ from pathlib import Path
 
 import pytest
 
-from pipeline.triton.tensorrtllm.launch import write_launch
+from pipeline.triton import MODEL_REPO
+from pipeline.triton.launch import write_launch
 
 RECORD = '#!/usr/bin/env bash\nprintf "%s\\n" "$(basename "$0")" "$PWD" "$@" >"$RECORD"\n'
 IMAGE = "nvcr.io/nvidia/tritonserver:26.07-trtllm-python-py3"
@@ -36,7 +37,8 @@ def launch(folder: Path, given: dict[str, str], *arguments: str, ranks: int = 1,
     """The command that was run at last; the folder that it was run in is its second word."""
     package = folder / "the package"
     package.mkdir()
-    script = write_launch(package, ranks=ranks, version="1.2.1", image=IMAGE)
+    body = MODEL_REPO / "launch" / "tensorrtllm.sh"
+    script = write_launch(package, body, ranks=ranks, tensorrt_llm="1.2.1", image=IMAGE)
     path = f"{write_tools(folder / 'bin', **given)}:/usr/bin:/bin"
     record = folder / "record"
     subprocess.run(
@@ -102,3 +104,50 @@ def test_another_machine_is_refused(tmp_path: Path, given: dict[str, str], ranks
     assert caught.value.returncode == 1
     assert caught.value.stderr.startswith(f"launch.sh: {message}")
     assert os.linesep not in caught.value.stderr.strip()
+
+
+def launch_llmapi(folder: Path, *, gpus: int = 1, ranks: int = 1, **environment: str) -> list[str]:
+    """The same for flavour llmapi, whose Triton model the image brings."""
+    package, image = folder / "the package", folder / "image"
+    (package / "model_repository" / "tensorrt_llm" / "1").mkdir(parents=True)
+    (package / "model_repository" / "tensorrt_llm" / "1" / "model.yaml").write_text("model: ours\n")
+    (image / "tensorrt_llm" / "1").mkdir(parents=True)
+    for name in ("model.py", "model.yaml"):
+        (image / "tensorrt_llm" / "1" / name).write_text("theirs\n")
+    script = write_launch(package, MODEL_REPO / "launch" / "llmapi.sh", ranks=ranks)
+    given = tools(gpus=gpus)
+    # What the server sees is gone when it has ended.
+    given["tritonserver"] += 'cat "${1#--model-repository=}"/tensorrt_llm/1/model.* >>"$RECORD"\nexit 3\n'
+    result = subprocess.run(
+        [str(script)],
+        env={
+            "PATH": f"{write_tools(folder / 'bin', **given)}:/usr/bin:/bin",
+            "RECORD": str(folder / "record"),
+            "MODELS": str(image),
+            "TMPDIR": str(folder),
+            **environment,
+        },
+        capture_output=True,
+        text=True,
+        cwd="/",
+    )
+    assert result.returncode == (3 if (folder / "record").exists() else 1)
+    return (folder / "record").read_text().splitlines() if (folder / "record").exists() else [result.stderr]
+
+
+def test_the_llm_apis_model_is_the_images_own_and_what_it_is_told_ours(tmp_path: Path) -> None:
+    name, place, *options = launch_llmapi(tmp_path)
+    assert (name, place) == ("tritonserver", str(tmp_path / "the package"))
+    assert options[-2:] == ["theirs", "model: ours"]
+    assert "--disable-auto-complete-config" not in options  # its model completes its own
+    assert not list(tmp_path.glob("tmp.*"))
+
+
+def test_too_few_gpus_for_the_llm_api(tmp_path: Path) -> None:
+    (message,) = launch_llmapi(tmp_path, gpus=1, ranks=2)
+    assert message == "launch.sh: 2 GPU(s) are asked for, and 1 are visible (docker run --gpus all)\n"
+
+
+def test_an_image_without_the_llm_api(tmp_path: Path) -> None:
+    (message,) = launch_llmapi(tmp_path, MODELS=str(tmp_path / "nothing"))
+    assert "nothing holds no model tensorrt_llm: set MODELS" in message
