@@ -12,7 +12,7 @@ from pipeline.network.cache import attention_mask
 from pipeline.network.context import Context
 from pipeline.network.graph import Graph, Tensor
 from pipeline.network.latent_attention import latent_attention
-from pipeline.network.lowering import ATTENTION, ROPE, layer_plugins, network_plugins
+from pipeline.network.lowering import ATTENTION, ROPE, attention_plugins, network_plugins, routed_plugins
 from pipeline.network.mlp import gated_mlp
 from pipeline.network.norm import rms_norm
 from pipeline.network.rope import rope_table
@@ -54,7 +54,7 @@ def write_decoder(g: Graph, architecture: Architecture, spec: NetworkSpec, weigh
     g.announce(network_plugins(architecture, spec))
     step = {port.name: g.input(port) for port in inputs.network_inputs(architecture, spec)}
     blocks = BLOCKS[architecture.name]
-    plugins = layer_plugins(architecture, spec)
+    plugins = attention_plugins(architecture, spec) | routed_plugins(architecture, spec)
     positions = None if ROPE in plugins else g.reshape("rope.positions", step[inputs.POSITION_IDS.name], (-1, 1))
     sizes = local_sizes(architecture, spec.rank)
     rows_per_query = blocks.rows_per_query(sizes)

@@ -18,6 +18,7 @@ import numpy as np
 from pipeline.network.context import Context
 from pipeline.network.graph import Graph, Tensor
 from pipeline.network.local import keep_own
+from plugins.moe_all_to_all.operation import MoeCombine, MoeDispatch
 
 # rows [R, H], weights [R, k], experts of the whole model [R, k] → the rank's own experts' weighted sum [R, H], float32
 Run = Callable[[Tensor, Tensor, Tensor], Tensor]
@@ -35,9 +36,14 @@ def exchange_tokens(g: Graph, context: Context, x: Tensor, chosen: Tensor, indic
     first, share_int32 = at.cast("first_int32", first, "int32"), at.cast("tokens_int32", share, "int32")
     last = at.cast("last", at.elementwise("last_row", rows, at.number("one", [1], "int64"), "SUB"), "int32")
     # The last rank's share may go past the end: there the last token stands in, and what it gets is not read.
-    own = at.elementwise("own", at.sum("own_rows", at.count_up("count", share), first), last, "MIN")
+    wanted = at.sum("own_rows", at.count_up("count", share), first)
+    own = at.elementwise("own", wanted, last, "MIN")
     mine = [at.gather(name, y, own) for name, y in (("x", x), ("weights", chosen), ("experts", indices))]
-    result = _all_to_all(g.at("exchange"), context, mine, run)
+    if MoeDispatch.NAME in context.plugins:
+        known = at.elementwise("known", wanted, at.cast("rows_int32", rows, "int32"), "LESS")
+        result = _moe_all_to_all(g, context, mine, known, run)
+    else:
+        result = _all_to_all(g.at("exchange"), context, mine, run)
     back = g.at("join")
     places, inside = keep_own(back, back.count_up("rows", rows), first, share_int32)
     mask = back.reshape("mask", back.cast("inside_float32", inside, "float32"), (-1, 1))
@@ -84,3 +90,19 @@ def _all_to_all(g: Graph, context: Context, tokens: Sequence[Tensor], run: Run) 
     shares = back.reshape("weights", slot_weights, (ways, -1, most, 1), first=(1, 0, 2))
     by_rank = back.reduce("slots", back.product("weighted", wide, shares), "SUM", 2, keep=False)
     return back.reduce("sum", by_rank, "SUM", 0, keep=False)
+
+
+def _moe_all_to_all(g: Graph, context: Context, tokens: Sequence[Tensor], known: Tensor, run: Run) -> Tensor:
+    """With the plugin: rows in their true numbers, once for each rank that has experts of theirs. tokens: as of
+    _all_to_all. known: bool [t], false for what stands in past the end, and goes nowhere."""
+    x, chosen, indices = tokens
+    at = g.at("exchange")
+    # (expert + 1) * known - 1: -1 past the end.
+    one, column = at.number("one", [[1]], "int32"), at.reshape("known_column", known, (-1, 1))
+    numbers = at.product("numbers_known", at.sum("numbers", indices, one), at.cast("known_int32", column, "int32"))
+    experts = at.elementwise("experts", numbers, one, "SUB")
+    plugins = context.plugins
+    rows, numbers, weights, places, counts = g.plugin(MoeDispatch.NAME, plugins[MoeDispatch.NAME], [x, experts, chosen])
+    results = at.cast("results", run(rows, weights, numbers), g.dtype)
+    (back,) = g.plugin(MoeCombine.NAME, plugins[MoeCombine.NAME], [results, places, counts])
+    return at.cast("tokens", back, "float32")

@@ -7,20 +7,21 @@ announced is what is added.
 from __future__ import annotations
 
 from collections.abc import Callable
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 from pipeline.errors import CompatibilityError
 from pipeline.network.rope import softmax_scale
 from pipeline.sharding.sizes import local_sizes
+from plugins.moe_all_to_all.operation import MoeCombine, MoeDispatch
 from plugins.operation import Operation
 from plugins.paged_attention.operation import PagedAttention, PagedLatentAttention
 from plugins.rope_paged_kv.operation import RopePagedKv, RopePagedLatent
 
 if TYPE_CHECKING:
-    from pipeline.checkpoint.architecture import Architecture, LatentAttention
+    from pipeline.checkpoint.architecture import Architecture, Experts, LatentAttention
     from pipeline.network.spec import NetworkSpec
 
-ROPE, ATTENTION = "rope_paged_kv", "paged_attention"
+ROPE, ATTENTION, ALL_TO_ALL = "rope_paged_kv", "paged_attention", "moe_all_to_all"
 
 
 def rope_paged_kv(architecture: Architecture, spec: NetworkSpec) -> RopePagedKv:
@@ -83,31 +84,71 @@ def paged_latent_attention(architecture: Architecture, spec: NetworkSpec) -> Pag
     )
 
 
+def moe_dispatch(architecture: Architecture, spec: NetworkSpec) -> MoeDispatch:
+    return MoeDispatch(**_exchanged(architecture, spec), payload=spec.expert_payload)
+
+
+def moe_combine(architecture: Architecture, spec: NetworkSpec) -> MoeCombine:
+    return MoeCombine(**_exchanged(architecture, spec))
+
+
+def _exchanged(architecture: Architecture, spec: NetworkSpec) -> dict[str, Any]:
+    """What both ways of an exchange have in common."""
+    group, experts = spec.rank.expert_group, _experts(architecture)
+    return {
+        "dtype": spec.dtype,
+        "first": group[0],
+        "ranks": len(group),
+        "experts": experts.num_routed,
+        "top_k": experts.top_k,
+        "hidden": architecture.hidden_size,
+    }
+
+
+def _experts(architecture: Architecture) -> Experts:
+    if architecture.experts is None:
+        raise CompatibilityError(
+            f"{architecture.name} has no routed experts", hint="config.json lacks n_routed_experts"
+        )
+    return architecture.experts
+
+
 def _latent(architecture: Architecture) -> LatentAttention:
     if architecture.latent is None:
         raise CompatibilityError(f"{architecture.name} has no latent attention", hint="config.json lacks kv_lora_rank")
     return architecture.latent
 
 
-# Lowering -> its operation in a layer of grouped-query attention, and in one of latent attention.
 Make = Callable[["Architecture", "NetworkSpec"], Operation]
-OPERATIONS: dict[str, tuple[Make, Make]] = {
+# Lowering -> its operation in a layer of grouped-query attention, and in one of latent attention.
+ATTENTIONS: dict[str, tuple[Make, Make]] = {
     ROPE: (rope_paged_kv, rope_paged_latent),
     ATTENTION: (paged_attention, paged_latent_attention),
 }
+# Lowering -> its operations in a routed layer whose experts are on several ranks.
+EXCHANGES: dict[str, tuple[Make, ...]] = {ALL_TO_ALL: (moe_dispatch, moe_combine)}
 
 
-def layer_plugins(architecture: Architecture, spec: NetworkSpec) -> dict[str, Operation]:
-    """The plugins of each decoder layer, by their name under its attention."""
+def attention_plugins(architecture: Architecture, spec: NetworkSpec) -> dict[str, Operation]:
+    """The plugins of each layer's attention, by lowering."""
     which = 0 if architecture.latent is None else 1
-    return {name: OPERATIONS[name][which](architecture, spec) for name in spec.lowering.plugins()}
+    chosen = [name for name in spec.lowering.plugins() if name in ATTENTIONS]
+    return {name: ATTENTIONS[name][which](architecture, spec) for name in chosen}
+
+
+def routed_plugins(architecture: Architecture, spec: NetworkSpec) -> dict[str, Operation]:
+    """The plugins of each routed layer's experts, by their own names."""
+    spread = architecture.experts is not None and spec.rank.parallel.expert > 1
+    makers = [make for name in spec.lowering.plugins() if spread for make in EXCHANGES.get(name, ())]
+    return {operation.NAME: operation for operation in (make(architecture, spec) for make in makers)}
 
 
 def network_plugins(architecture: Architecture, spec: NetworkSpec) -> dict[str, Operation]:
     """Every plugin of the network, by the name of its layer."""
-    operations = layer_plugins(architecture, spec)
-    return {
-        f"layers.{layer}.attention.{name}": operation
-        for layer in range(*spec.layer_range(architecture))
-        for name, operation in operations.items()
-    }
+    attention, routed = attention_plugins(architecture, spec), routed_plugins(architecture, spec)
+    found: dict[str, Operation] = {}
+    for layer in range(*spec.layer_range(architecture)):
+        found |= {f"layers.{layer}.attention.{name}": operation for name, operation in attention.items()}
+        if architecture.is_routed(layer):
+            found |= {f"layers.{layer}.mlp.experts.{name}": operation for name, operation in routed.items()}
+    return found

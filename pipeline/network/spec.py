@@ -16,6 +16,7 @@ if TYPE_CHECKING:
 
 MOE_LOWERINGS = ("dense", "gather")
 LOWERINGS = ("native", "plugin")
+PAYLOADS = ("model", "fp8")
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -25,6 +26,7 @@ class Lowering:
 
     rope_paged_kv: str = "native"
     paged_attention: str = "native"
+    moe_all_to_all: str = "native"
 
     def __post_init__(self) -> None:
         for operation, lowering in asdict(self).items():
@@ -47,6 +49,7 @@ class NetworkSpec:
     max_seq_len: rows of the RoPE tables, the longest sequence that can be served.
     moe: how routed experts are lowered: "dense" computes every expert for every token, "gather" fetches each token's
         experts (for engines that only generate).
+    expert_payload: what the moe_all_to_all plugin sends rows as: "model", as they are, or "fp8".
     rank: which rank of a parallel model the network is; by default the only one.
     layers: the decoder layers [a, b) that the network holds, of its rank's pipeline stage; None for all of them.
     lowering: which operations are plugins.
@@ -56,6 +59,7 @@ class NetworkSpec:
     max_seq_len: int
     block_size: int = 64
     moe: str = "dense"
+    expert_payload: str = "model"
     rank: Rank = field(default_factory=Rank)
     layers: tuple[int, int] | None = None
     lowering: Lowering = field(default_factory=Lowering)
@@ -67,6 +71,10 @@ class NetworkSpec:
             )
         if self.moe not in MOE_LOWERINGS:
             raise CompatibilityError(f"moe lowering {self.moe!r} is unknown", hint=f"one of {', '.join(MOE_LOWERINGS)}")
+        if self.expert_payload not in PAYLOADS:
+            raise CompatibilityError(
+                f"expert payload {self.expert_payload!r} is unknown", hint=f"one of {', '.join(PAYLOADS)}"
+            )
         if self.block_size < 1 or self.max_seq_len < 1:
             raise CompatibilityError(
                 f"block_size {self.block_size} and max_seq_len {self.max_seq_len} must be positive",
