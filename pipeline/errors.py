@@ -8,6 +8,7 @@ class TrtseekError(Exception):
     """Base of all errors that are the user's to solve. `message` names the file, key or tensor; `hint` the way out."""
 
     exit_code = 1
+    outcome = "failed"  # of the stage that raises it
 
     def __init__(self, message: str, *, hint: str = "") -> None:
         super().__init__(message)
@@ -64,3 +65,10 @@ class PackageError(TrtseekError):
     """A model repository or release folder fails its own checks."""
 
     exit_code = 9
+
+
+class PendingError(TrtseekError):
+    """Nothing failed: a stage's work has to be done on another host. What that takes is ready."""
+
+    exit_code = 12
+    outcome = "waiting"

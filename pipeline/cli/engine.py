@@ -2,30 +2,52 @@
 
 from __future__ import annotations
 
+import shutil
+import sys
+from pathlib import Path
 from typing import TYPE_CHECKING
 
 import click
 
 from pipeline.cli.options import config_argument, range_options, read_config
-from pipeline.errors import GateError, StoreError
+from pipeline.cli.tables import format_bytes
+from pipeline.errors import GateError, PendingError, StoreError
 
 if TYPE_CHECKING:
-    from pathlib import Path
+    from collections.abc import Iterable, Sequence
 
     from pipeline.config.schema import Config
+    from pipeline.stages.executor import Executor
+    from pipeline.stages.graph import Stage
 
 
 @click.command(name="engine")
 @config_argument
 @range_options
+@click.option(
+    "--resume",
+    type=click.Path(path_type=Path),
+    metavar="ENGINE_DIR",
+    help="Take the engine of TensorRT-LLM that the job built elsewhere, and go on with it.",
+)
+@click.pass_context
 def command(
-    config_file: str, overrides: tuple[str, ...], start: str | None, until: str | None, force: tuple[str, ...]
+    ctx: click.Context,
+    config_file: str,
+    overrides: tuple[str, ...],
+    start: str | None,
+    until: str | None,
+    force: tuple[str, ...],
+    resume: Path | None,
 ) -> None:
     """Make the engine: run every stage that is not made yet.
 
     CONFIG is a YAML file, as a path or as a name in configs/. The stages are convert, quantize, verify, build and
-    package. What a stage made is kept in a store, <output>/store, and used again as long as its settings and inputs
-    stay the same; a run that was stopped goes on where it was. <output>/<name> shows the results.
+    package; before build comes job where the backend is tensorrt_llm. What a stage made is kept in a store,
+    <output>/store, and used again as long as its settings and inputs stay the same; a run that was stopped goes on
+    where it was. <output>/<name> shows the results.
+
+    Leaves with 12 where the engine has to be built on another host: what that takes is ready, and is said.
     """
     from pipeline.cli.source import check_source
     from pipeline.progress import make_reporter
@@ -33,27 +55,77 @@ def command(
     from pipeline.stages.graph import load_stages
 
     config = read_config(config_file, overrides)
+    stages, force = _take(resume, config, load_stages(), force)
     reporter = make_reporter()
     source = check_source(config)
     for note in source.host_notes:  # before hours of work that ends here
         reporter.note(note)
-    executor = Executor(config, load_stages(), reporter)
+    executor = Executor(config, stages, reporter)
     try:
         made = executor.run(start=start, until=until, force=force)
     except GateError:
         _report(config)
         raise
+    except PendingError as pending:
+        _report(config)
+        _tell_way_on(executor, config, config_file, pending)
+        ctx.exit(pending.exit_code)
     page = _report(config) if "verify" in made else None  # once there is a proof to show
-    folder = config.run_folder
-    width = max(map(len, made), default=0)
-    for stage in made:
-        click.echo(f"{stage.ljust(width)}  {folder / stage}")
-    if page is not None:
-        click.echo(f"{'report'.ljust(width)}  {page}")
+    _list_results(config, made, page)
     outcomes = executor.folder.read()
     if any(outcomes.get(stage, {}).get("state") == "made" for stage in made):  # told once: `plan` says it again
         for note in source.notes:
             click.echo(f"note: {note}", err=True)
+
+
+def _take(
+    engine: Path | None, config: Config, stages: Sequence[Stage], force: tuple[str, ...]
+) -> tuple[Sequence[Stage], tuple[str, ...]]:
+    """The stages, and those to force, with `engine` in the place of what build would make."""
+    if engine is None:
+        return stages, force
+    if config.target.backend != "tensorrt_llm":
+        raise click.UsageError(f"--resume takes engines of backend tensorrt_llm, and this is {config.target.backend}")
+    from dataclasses import replace
+
+    from pipeline.stages.foreign_build import take_tensorrt_llm
+
+    run = take_tensorrt_llm(engine)
+    return [replace(stage, run=run) if stage.name == "build" else stage for stage in stages], (*force, "build")
+
+
+def _list_results(config: Config, made: Iterable[str], page: Path | None = None) -> None:
+    width = max(map(len, made), default=0)
+    for stage in made:
+        click.echo(f"{stage.ljust(width)}  {config.run_folder / stage}")
+    if page is not None:
+        click.echo(f"{'report'.ljust(width)}  {page}")
+
+
+def _tell_way_on(executor: Executor, config: Config, config_file: str, pending: PendingError) -> None:
+    """What to do next, in commands to be copied."""
+    job, gpu = config.run_folder / "job", config.target.gpu
+    shown = [stage.name for stage in executor.stages if (config.run_folder / stage.name).exists()]
+    _list_results(config, shown)
+    size = format_bytes(sum(file.stat().st_size for file in job.rglob("*") if file.is_file()))
+    there, back = f"{config.name}-job", f"{config.name}-engine"
+    steps = {
+        f"copy the job to a host with the {gpu}": f"rsync -rL --chmod=u+w {job}/ HOST:{there}/",
+        "build there, in docker or within the container": f"ssh HOST 'cd {there} && ./build.sh engine'",
+        "bring the engine back": f"rsync -r HOST:{there}/engine/ {back}/",
+        "go on here": f"{_name_program()} engine {config_file} --resume {back}",
+    }
+    click.echo(
+        f"\nNothing failed: {pending.message}.\n{job} ({size}) is all that building it takes. What to do next:\n"
+    )
+    for number, (step, command) in enumerate(steps.items(), 1):
+        click.echo(f"  {number}. {step}:\n       {command}")
+    click.echo(f"\n{job / 'README.md'} says the same to whoever does it. This run leaves with {pending.exit_code}.")
+
+
+def _name_program() -> str:
+    """As it was called: a path where it is not found by name."""
+    return "trtseek" if shutil.which("trtseek") else sys.argv[0]
 
 
 def _report(config: Config) -> Path | None:

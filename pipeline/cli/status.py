@@ -48,12 +48,12 @@ def command(config_file: str, overrides: tuple[str, ...], as_json: bool, digests
 
 def _describe(plan: StagePlan, last: Mapping[str, Any]) -> dict[str, Any]:
     """State: cached; stale (made before, for other settings); missing; skipped; or how the last run left it: failed,
-    stopped, begun (killed, or still at work)."""
+    stopped, begun (killed, or still at work), waiting (for what is built elsewhere)."""
     entry = last.get(plan.stage, {})
     state: str = plan.state
     if plan.state == "run":
         same = entry.get("fingerprint") == plan.fingerprint
-        unfinished = entry.get("state") in ("failed", "stopped", "begun")
+        unfinished = entry.get("state") in ("failed", "stopped", "begun", "waiting")
         state = entry["state"] if same and unfinished else "stale" if entry and not unfinished else "missing"
     artifact = plan.artifact
     return {

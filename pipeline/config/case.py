@@ -15,6 +15,7 @@ if TYPE_CHECKING:
     from pipeline.checkpoint.tensors import TensorInfo
     from pipeline.config.gpus import GPU
     from pipeline.config.schema import Build, Config, Parallel, Quantize
+    from pipeline.engine.tensorrt_llm.support import Ask
 
 # Linears whose input is what tensor parallelism splits; the others are split by their output rows.
 ROW_PARALLEL = ("attention.dense", "mlp.proj", "shared_expert.proj")
@@ -114,6 +115,13 @@ class Case:
     def linears(self) -> tuple[LinearKind, ...]:
         """The linears of `kinds`."""
         return tuple(_describe(kind, kind.first.target, kind.count) for kind in self.kinds)
+
+    @cached_property
+    def ask(self) -> Ask:
+        """What TensorRT-LLM would be asked to run."""
+        from pipeline.config.tensorrt_llm_rules import make_ask
+
+        return make_ask(self)
 
     @cached_property
     def chosen(self) -> tuple[LinearKind, ...]:

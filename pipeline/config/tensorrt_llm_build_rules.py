@@ -17,11 +17,7 @@ def _find_paged_attention(case: Case) -> str | None:
     if own.use_paged_context_fmha is not False and not is_int8:
         return None
     why = "an INT8 KV cache turns paged context FMHA off" if is_int8 else "use_paged_context_fmha is off"
-    if own.chunked_context:
-        return f"chunked_context: {why}, which feeds prompts in chunks"
-    if case.config.stages.package.enable_kv_cache_reuse:
-        return f"stages.package.enable_kv_cache_reuse: {why}, which reads reused blocks"
-    return None
+    return f"chunked_context: {why}, which feeds prompts in chunks" if own.chunked_context else None
 
 
 def _find_fp8_attention(case: Case) -> str | None:
@@ -91,7 +87,7 @@ TENSORRT_LLM_BUILD_RULES: tuple[Rule, ...] = (
         "paged_attention_reads",
         "stages.build.tensorrt_llm",
         of_backend(_ENGINE, _find_paged_attention),
-        "take kv_cache: fp8 or none, or set chunked_context and stages.package.enable_kv_cache_reuse: false",
+        "take kv_cache: fp8 or none, or leave the setting out",
     ),
     Rule(
         "fp8_attention_needs_cache",

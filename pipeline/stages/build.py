@@ -1,16 +1,17 @@
-"""build: a TensorRT engine from the proven network."""
+"""build: a TensorRT engine from the proven network; for TensorRT-LLM's backends, what foreign_build says."""
 
 from __future__ import annotations
 
 import json
 from typing import TYPE_CHECKING, Any
 
+from pipeline.stages.foreign_build import build_tensorrt_llm, export_llmapi
 from pipeline.stages.graph import Stage, StageContext
 from pipeline.stages.network import NETWORK_FILE, built_checkpoint, network_spec
 from pipeline.stages.verify import REPORT
 
 if TYPE_CHECKING:
-    from collections.abc import Mapping
+    from collections.abc import Callable, Mapping
 
     from pipeline.config.schema import Config
 
@@ -19,10 +20,13 @@ LOG = "build.log"
 
 
 def _parameters(config: Config) -> Mapping[str, Any]:
-    """With the kernels of its plugins, which go into the engine: an edited one is another engine."""
+    """With the kernels of its plugins, which go into the engine: an edited one is another engine. What is asked of
+    trtllm-build is the job's, an input; a checkpoint that is loaded as it is has none of these."""
     from plugins.passed import digest_source
 
-    parameters = config.stages.build.model_dump(mode="json")
+    if config.target.world.foreign:
+        return {}
+    parameters = config.stages.build.model_dump(mode="json", exclude={"tensorrt_llm"})
     plugins = [name for name, lowering in parameters["lowering"].items() if lowering == "plugin"]
     return {**parameters, "kernels": {name: digest_source(f"plugins.{name}.kernel") for name in plugins}}
 
@@ -32,6 +36,10 @@ def _target(config: Config) -> Any:
 
 
 def _run(context: StageContext) -> None:
+    RUNS[context.config.target.backend](context)
+
+
+def _build_own(context: StageContext) -> None:
     from pipeline.checkpoint.folder import CheckpointFolder
     from pipeline.engine.builder import build_engine
     from pipeline.errors import BuildError
@@ -61,11 +69,17 @@ def _run(context: StageContext) -> None:
     (folder / NETWORK_FILE).write_text(json.dumps(network, indent=2) + "\n", encoding="utf-8")
 
 
+RUNS: Mapping[str, Callable[[StageContext], None]] = {
+    "tensorrt_rtx": _build_own,
+    "tensorrt": _build_own,
+    "tensorrt_llm": build_tensorrt_llm,
+    "llmapi": export_llmapi,
+}
 STAGE = Stage(
     name="build",
     version=1,
     run=_run,
-    inputs=("convert", "quantize", "verify"),
+    inputs=("convert", "quantize", "verify", "job"),
     parameters=_parameters,
     libraries=("tensorrt_rtx", "tensorrt", "triton"),
     target=_target,

@@ -7,7 +7,7 @@ import time
 from typing import TYPE_CHECKING
 
 from pipeline import digest
-from pipeline.errors import StoreError, TrtseekError
+from pipeline.errors import PendingError, StoreError, TrtseekError
 from pipeline.progress import SILENT, format_amount, format_seconds
 from pipeline.stages.disk import explain_disk_errors
 from pipeline.stages.fingerprint import Fingerprint, Fingerprinter
@@ -70,6 +70,8 @@ class Executor:
         except BaseException as error:
             if isinstance(error, NotShownError):
                 failure = "cached, but not shown"
+            elif isinstance(error, PendingError):
+                failure = error.outcome
             self.progress.end(failure if isinstance(error, Exception) else "stopped")
             raise
 
@@ -188,8 +190,8 @@ class _Job:
         except BaseException as error:
             # What went wrong is what the user must see, not that the note about it could not be written either.
             with contextlib.suppress(StoreError):
-                self._record("failed" if isinstance(error, Exception) else "stopped", time.monotonic() - began)
-                if isinstance(error, TrtseekError):
+                self._record(_name_outcome(error), time.monotonic() - began)
+                if isinstance(error, TrtseekError) and not isinstance(error, PendingError):
                     self.folder.link(f"{self.stage.name}.failed", partial.path)
             raise
         self.folder.link(self.stage.name, artifact.path)
@@ -229,3 +231,9 @@ class _Job:
         }
         if stages.get(self.stage.name) != entry:
             self.folder.write(self.config.name, {**stages, self.stage.name: entry})
+
+
+def _name_outcome(error: BaseException) -> str:
+    if isinstance(error, TrtseekError):
+        return error.outcome
+    return "failed" if isinstance(error, Exception) else "stopped"

@@ -22,7 +22,7 @@ if TYPE_CHECKING:
     from pipeline.stages.artifact import Artifact
     from pipeline.workspace import Workspace
 
-NAMES = ("convert", "quantize", "verify", "build", "package")
+NAMES = ("convert", "quantize", "verify", "job", "build", "package")
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -70,7 +70,7 @@ class Stage:
 
 
 def load_stages() -> tuple[Stage, ...]:
-    """The five stages of the pipeline, in order."""
+    """The stages of the pipeline, in order."""
     return tuple(importlib.import_module(f"pipeline.stages.{name}").STAGE for name in NAMES)
 
 

@@ -19,6 +19,12 @@ if TYPE_CHECKING:
     from pipeline.stages.store import Finding, Store
 
 NOT_MADE = "not made yet"
+# How the last run left a stage, of what it did not make.
+LAST = {
+    "failed": "the last run failed here",
+    "stopped": "the last run was stopped here",
+    "waiting": "waits for what the job makes elsewhere",
+}
 State = Literal["cached", "run", "undetermined", "skipped"]
 
 
@@ -97,8 +103,8 @@ def explain_run(stage: str, found: Fingerprint, finding: Finding, previous: Mapp
         return [NOT_MADE]
     if last["fingerprint"] != found.digest:
         return explain_change(last["record"], found.record)
-    if last["state"] in ("failed", "stopped"):
-        return [f"the last run {'failed' if last['state'] == 'failed' else 'was stopped'} here"]
+    if last["state"] in LAST:
+        return [LAST[last["state"]]]
     return ["no longer in the store"]
 
 

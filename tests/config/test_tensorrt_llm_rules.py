@@ -2,11 +2,14 @@
 
 import pytest
 
+from pipeline.config.backends import LLMAPI_EXPORTS
 from pipeline.config.compatibility import check_buildable
 from pipeline.config.gpus import supported_sms
 from pipeline.config.tensorrt_llm_build_rules import TENSORRT_LLM_BUILD_RULES
 from pipeline.config.tensorrt_llm_rules import TENSORRT_LLM_RULES
+from pipeline.engine.tensorrt_llm.support import LIMITS
 from pipeline.errors import CompatibilityError
+from pipeline.exports import hf, modelopt
 from tests.config.test_compatibility import CODER, V2_LITE, make_case
 
 RULES = {rule.name: rule for rule in (*TENSORRT_LLM_RULES, *TENSORRT_LLM_BUILD_RULES)}
@@ -34,27 +37,48 @@ SETTINGS = [
         "engines_in_16_bits",
         {**ENGINE, "stages.convert.dtype": "float32"},
         {**PYTORCH, "stages.convert.dtype": "float32"},
-        "float32 weights",
+        "float32",
     ),
     (
-        "no_blocks",
+        "no_fp8_blocks",
         {**ENGINE, "stages.quantize.method": "fp8_blocks"},
         {**PYTORCH, "stages.quantize.method": "fp8_blocks"},
-        "method fp8_blocks: only TensorRT-LLM's PyTorch backend reads",
+        "is FP8 in 128 x 128 blocks, which only its PyTorch backend takes",
     ),
     (
         "no_integers_on_blackwell",
         {**ENGINE, "target.gpu": "B200"},
         {**ENGINE, "target.gpu": "RTX-5090"},
-        "W4A16_AWQ on the B200: TensorRT-LLM refuses INT4 and INT8 on SM100",
+        "int4 on SM100: its builder refuses INT8 and INT4 from SM100 to SM119",
     ),
     (
-        "one_format",
+        "mixed_precision",
         {**ENGINE, "stages.quantize.recipe": {"rows": [{"pattern": "*.attention.dense", "method": "int8"}]}},
-        {"stages.quantize.recipe": {"rows": [{"pattern": "*.attention.dense", "method": "int8"}]}},
-        "mixed precision (int4, int8)",
+        {**ENGINE, "stages.quantize.recipe": {"rows": [{"pattern": "*.attention.dense", "method": "fp8"}]}},
+        "INT8 weights (method int8) beside int4",
     ),
-    ("one_format", {**ENGINE, "stages.quantize.recipe": {"auto": True}}, FP8, "mixed precision (recipe: auto)"),
+    (
+        "auto_is_mixed",
+        {**ENGINE, "stages.quantize.recipe": {"auto": True}},
+        {
+            **ENGINE,
+            "stages.quantize.recipe": {"auto": True},
+            "stages.quantize.sensitivity": {"formats": ["int4", "fp8"]},
+        },
+        "auto may choose int8 and fp8_blocks",
+    ),
+    (
+        "loaded_in_pytorch",
+        {**PYTORCH, "stages.quantize.method": "smoothquant"},
+        {**PYTORCH, "stages.quantize.method": "fp8_blocks"},
+        "int8_sq: the PyTorch backend reads no such weights; it reads int4, fp8, fp8_blocks",
+    ),
+    (
+        "loaded_in_pytorch",
+        {**PYTORCH, "stages.quantize.recipe": {"rows": [{"pattern": "*.mlp.fc", "method": "fp8_blocks"}]}},
+        {**PYTORCH, "stages.quantize.recipe": {"rows": [{"pattern": "*.mlp.fc", "method": "fp8"}]}},
+        "no one checkpoint that the PyTorch backend reads has both",
+    ),
     (
         "fp8_cache_needs_sm89",
         {**ENGINE, "target.gpu": "A100", "stages.quantize.kv_cache": "fp8"},
@@ -69,9 +93,9 @@ SETTINGS = [
     ),
     (
         "paged_attention_reads",
+        {**ENGINE, "stages.quantize.kv_cache": "int8", f"{OWN}.chunked_context": True},
         {**ENGINE, "stages.quantize.kv_cache": "int8"},
-        {**ENGINE, "stages.quantize.kv_cache": "int8", "stages.package.enable_kv_cache_reuse": False},
-        "enable_kv_cache_reuse: an INT8 KV cache turns paged context FMHA off",
+        "chunked_context: an INT8 KV cache turns paged context FMHA off",
     ),
     (
         "paged_attention_reads",
@@ -157,11 +181,11 @@ SETTINGS = [
 ]
 # The same with models: rule, settings, model that breaks it, model or settings that keep it, a piece of the message
 MODELS = [
-    ("no_mla_engines", ENGINE, V2_LITE, (ENGINE, CODER), "never ran its latent attention (MLA)"),
-    ("no_mla_engines", ENGINE, V2_LITE, (PYTORCH, V2_LITE), "DeepseekV2ForCausalLM"),
-    ("experts_in_fp8", ENGINE, V2_LITE, (FP8, V2_LITE), "W4A16_AWQ: TensorRT-LLM's engines have no such experts"),
+    ("runs_architecture", ENGINE, V2_LITE, (ENGINE, CODER), "multi-head latent attention (DeepseekV2ForCausalLM)"),
+    ("runs_architecture", ENGINE, V2_LITE, (PYTORCH, V2_LITE), "multi-head latent attention"),
+    ("runs_experts", ENGINE, V2_LITE, (FP8, V2_LITE), "is int4: its MoE models take 16 bits and FP8"),
     (
-        "whole_experts_quantized",
+        "runs_experts_apart",
         {**FP8, "target.parallel": {"tensor": 2, "expert": 2}},
         V2_LITE,
         ({**FP8, "target.parallel": {"tensor": 2, "expert": 2}, "stages.quantize.method": "none"}, V2_LITE),
@@ -184,22 +208,35 @@ def test_models(rule, settings, model, kept, message):
 
 
 def test_every_rule_has_a_test():
-    assert {row[0] for row in (*SETTINGS, *MODELS)} == RULES.keys()
+    """Those of support.py have theirs beside it; here is that they are asked."""
+    tested = {row[0] for row in (*SETTINGS, *MODELS)}
+    limits = {limit.name for limit in LIMITS}
+    assert tested - limits == RULES.keys() - limits
+    assert limits - RULES.keys() == {"sizes_divide"}
 
 
-def test_one_group_size():
-    """11008 inputs of a model whose hidden size only 64 divides."""
-    problem = RULES["one_format"].find(
-        make_case(ENGINE, hidden_size=4160, num_attention_heads=65, num_key_value_heads=65)
-    )
-    assert "groups of 64 and 128" in problem
+def test_the_linears_that_are_asked_about():
+    ask = make_case({**ENGINE, "stages.quantize.exclude": ("*.0.mlp.fc",)}, V2_LITE).ask
+    linears = {linear.name: linear for linear in ask.linears}
+    assert linears["transformer.layers.0.mlp.fc"].format is None
+    proj = linears["transformer.layers.3.mlp.experts.63.proj"]
+    assert (proj.format, proj.group, proj.expert, proj.in_features, proj.out_features) == ("int4", 128, 63, 1408, 2048)
+    assert ask.formats == {"int4"} and ask.sm == 90
+    assert len([name for name in linears if ".experts." in name]) == 26 * 64 * 3
 
 
-def test_the_sources_own_blocks_are_named():
+def test_the_sources_own_blocks_are_found():
     kept = {**ENGINE, "stages.quantize.method": "none"}
-    problem = RULES["no_blocks"].find(make_case(kept, tensors=[("a.weight", "F8_E4M3")]))
-    assert "the FP8 blocks of a.weight" in problem
-    assert RULES["no_blocks"].find(make_case(FP8, tensors=[("a.weight", "F8_E4M3")])) is None
+    tensors = [("a.weight", "F8_E4M3")]
+    assert "128 x 128 blocks" in RULES["no_fp8_blocks"].find(make_case(kept, tensors=tensors))
+    assert RULES["no_fp8_blocks"].find(make_case(FP8, tensors=tensors)) is None
+
+
+@pytest.mark.parametrize("format", LLMAPI_EXPORTS)
+def test_what_is_loaded_is_exported(format):
+    """The table's formats are those that the export writes."""
+    encodings = {"modelopt": modelopt.ENCODINGS, "hf": hf.ENCODINGS}[LLMAPI_EXPORTS[format]]
+    assert format in encodings
 
 
 @pytest.mark.parametrize("backend", ["tensorrt_llm", "llmapi"])

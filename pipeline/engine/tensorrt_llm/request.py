@@ -6,14 +6,16 @@ from dataclasses import asdict, dataclass
 from typing import TYPE_CHECKING, Any
 
 from pipeline.engine.tensorrt_llm.versions import VERSION
-from pipeline.quantization.selection import FORMATS, METHODS
+from pipeline.quantization.selection import MIXED
 from pipeline.sharding.ranks import Parallel
 
 if TYPE_CHECKING:
+    from collections.abc import Mapping
+
     from pipeline.config.schema import Config
 
-CACHES = {"none": None, "fp8": "FP8", "int8": "INT8"}  # stages.quantize.kv_cache -> kv_cache_quant_algo
-FUSED = (None, "FP8")  # quant_algo of weights whose gated MLP trtllm-build fuses
+FUSED = (None, "FP8", MIXED)  # quant_algo of models whose gated MLP trtllm-build fuses
+FP8_ATTENTION = ("FP8", "W4A8_AWQ")  # … whose attention it lets compute in FP8
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -25,8 +27,6 @@ class EngineRequest:
     gpu: str
     sm: int
     parallel: Parallel
-    quant_algo: str | None
-    kv_cache_quant_algo: str | None
     max_batch_size: int
     max_input_len: int
     max_seq_len: int
@@ -58,6 +58,11 @@ class EngineRequest:
     def to_json(self) -> dict[str, Any]:
         return asdict(self)
 
+    @classmethod
+    def from_json(cls, values: Mapping[str, Any]) -> EngineRequest:
+        """The reverse of `to_json`. Raises TypeError or KeyError for anything else."""
+        return cls(**{**values, "parallel": Parallel(**values["parallel"])})
+
 
 def is_paged(config: Config) -> bool:
     """Whether context attention reads the paged cache."""
@@ -71,16 +76,17 @@ def is_chunked(config: Config) -> bool:
     return is_paged(config) if asked is None else asked
 
 
-def make_request(config: Config) -> EngineRequest:
-    """Of a config of backend tensorrt_llm that passed its rules."""
+def make_request(config: Config, algo: str | None = None) -> EngineRequest:
+    """Of a config of backend tensorrt_llm that passed its rules. algo: the checkpoint's `quant_algo`, which decides
+    what is left open of FP8 attention and the fused MLP; None: it is in 16 bits."""
     build, own = config.stages.build, config.stages.build.tensorrt_llm
-    algo, cache = find_algo(config), CACHES[config.stages.quantize.kv_cache]
+    cache = config.stages.quantize.kv_cache
     chunked = is_chunked(config)
     longest = build.max_seq_len - 1
     resolved = {
         "chunked_context": chunked,
         "use_paged_context_fmha": is_paged(config),
-        "use_fp8_context_fmha": _default(own.use_fp8_context_fmha, algo == "FP8" and cache == "FP8"),
+        "use_fp8_context_fmha": _default(own.use_fp8_context_fmha, algo in FP8_ATTENTION and cache == "fp8"),
         "use_fused_mlp": _default(own.use_fused_mlp, algo in FUSED),
         "max_input_len": own.max_input_len or (longest if chunked else min(longest, build.max_num_tokens)),
     }
@@ -89,8 +95,6 @@ def make_request(config: Config) -> EngineRequest:
         gpu=config.target.gpu,
         sm=config.target.device.sm,
         parallel=Parallel(**config.target.parallel.model_dump()),
-        quant_algo=algo,
-        kv_cache_quant_algo=cache,
         max_batch_size=build.max_batch_size,
         max_seq_len=build.max_seq_len,
         max_num_tokens=build.max_num_tokens,
@@ -98,12 +102,6 @@ def make_request(config: Config) -> EngineRequest:
         weight_streaming=build.weight_streaming,
         **{**own.model_dump(), **resolved},
     )
-
-
-def find_algo(config: Config) -> str | None:
-    """`quant_algo` of a config whose linears all take one format; None where they stay in 16 bits."""
-    methods = config.stages.quantize.rules.methods
-    return FORMATS[METHODS[methods[0]].format].quant_algo if methods else None
 
 
 def _default(asked: bool | None, otherwise: bool) -> bool:

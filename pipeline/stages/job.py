@@ -1,0 +1,67 @@
+"""job: rank checkpoints and all else that building an engine of TensorRT-LLM takes, wherever that is done.
+
+Only backend tensorrt_llm has it. What it makes is copied as it is to a host that can build (`build` does so itself
+where this one can).
+"""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING, Any
+
+from pipeline.stages.graph import Stage, StageContext
+from pipeline.stages.network import built_checkpoint
+
+if TYPE_CHECKING:
+    from collections.abc import Mapping
+
+    from pipeline.config.schema import Config
+
+BACKEND = "tensorrt_llm"
+
+
+def _applies(config: Config) -> bool:
+    return config.target.backend == BACKEND
+
+
+def _parameters(config: Config) -> Mapping[str, Any]:
+    """All that a request is made of, but for the checkpoint, which is an input."""
+    from pipeline.engine.tensorrt_llm.request import make_request
+
+    return {"name": config.name, "request": make_request(config).to_json()}
+
+
+def _run(context: StageContext) -> None:
+    from dataclasses import replace
+
+    from pipeline.checkpoint.folder import CheckpointFolder
+    from pipeline.engine.tensorrt_llm.job import CHECKPOINT, write_job
+    from pipeline.engine.tensorrt_llm.ranks import write_ranks
+    from pipeline.engine.tensorrt_llm.request import make_request
+    from pipeline.sharding.ranks import Parallel
+    from pipeline.workspace import NestedWorkspace
+
+    config, folder, progress = context.config, context.workspace.path, context.progress
+    report = write_ranks(
+        CheckpointFolder.open(built_checkpoint(context.inputs)),
+        NestedWorkspace(context.workspace, CHECKPOINT),
+        parallel=Parallel(**config.target.parallel.model_dump()),
+        sm=config.target.device.sm,
+        progress=progress,
+    )
+    request = make_request(config, report.quant_algo)
+    if report.unfused_mlp and config.stages.build.tensorrt_llm.use_fused_mlp is None:
+        request = replace(request, use_fused_mlp=False)
+        progress.note("the halves of the gated MLP have scales of their own: not fused, which would round one again")
+    progress.start("sum up", report.nbytes, "B")
+    write_job(folder, request, name=config.name, on_bytes=progress.advance)
+
+
+STAGE = Stage(
+    name="job",
+    version=1,
+    run=_run,
+    inputs=("convert", "quantize"),
+    parameters=_parameters,
+    libraries=("torch", "safetensors"),
+    applies=_applies,
+)
