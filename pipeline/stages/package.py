@@ -5,13 +5,14 @@ from __future__ import annotations
 import json
 from typing import TYPE_CHECKING, Any
 
+from pipeline.errors import PackageError
 from pipeline.stages.graph import Stage, StageContext
 from pipeline.stages.network import NETWORK_FILE, built_checkpoint
 from pipeline.stages.verify import REPORT
 from pipeline.triton import MODEL_REPO
 
 if TYPE_CHECKING:
-    from collections.abc import Mapping, Sequence
+    from collections.abc import Callable, Mapping, Sequence
     from pathlib import Path
 
     from pipeline.config.schema import Config
@@ -28,6 +29,17 @@ def _parameters(config: Config) -> Mapping[str, Any]:
 
 
 def _run(context: StageContext) -> None:
+    flavour = context.config.target.world.flavour
+    if flavour not in FLAVOURS:
+        raise PackageError(
+            f"no repository of flavour {flavour} is written by this version: {context.inputs['build'].path} is what to "
+            "write it around",
+            hint="stop before: --until build",
+        )
+    FLAVOURS[flavour](context)
+
+
+def _package_own(context: StageContext) -> None:
     from pipeline.engine.description import load_description
     from pipeline.release.manifest import write_manifest
     from pipeline.stages.package_check import check_package
@@ -55,6 +67,7 @@ def _run(context: StageContext) -> None:
     check_package(context, folder, checkpoint)
 
 
+FLAVOURS: Mapping[str, Callable[[StageContext], None]] = {"trtseek": _package_own}
 STAGE = Stage(
     name="package",
     version=2,
