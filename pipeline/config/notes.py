@@ -70,6 +70,12 @@ def _note_plugins(case: Case) -> str | None:
     )
 
 
+def _note_lone_exchange(case: Case) -> str | None:
+    if case.build.lowering.moe_all_to_all != "plugin" or case.parallel.expert > 1:
+        return None
+    return "moe_all_to_all has nothing to exchange: with expert parallel size 1 every GPU has all experts"
+
+
 def _note_unsolved(case: Case) -> str | None:
     q = case.quantize
     if not q.recipe.auto:
@@ -87,6 +93,7 @@ NOTES: tuple[Rule, ...] = (
     Rule("made_blocks_save_memory", "stages.quantize.method", _note_made_blocks, ""),
     Rule("cache_stays_wide", "stages.quantize.kv_cache", _note_cache_scales, ""),
     Rule("plugins_are_new", "stages.build.lowering", _note_plugins, ""),
+    Rule("nothing_to_exchange", "stages.build.lowering.moe_all_to_all", _note_lone_exchange, ""),
     Rule("recipe_comes_later", "stages.quantize.recipe", _note_unsolved, ""),
     Rule("smaller_groups", "stages.quantize.group_size", _note_smaller_groups, ""),
 )

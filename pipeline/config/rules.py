@@ -126,6 +126,13 @@ def _find_gathered_context(case: Case) -> str | None:
     )
 
 
+def _find_payload_without_plugin(case: Case) -> str | None:
+    build = case.build
+    if build.expert_payload == "model" or build.lowering.moe_all_to_all == "plugin":
+        return None
+    return f"rows are sent to experts as {build.expert_payload} by the plugin moe_all_to_all only"
+
+
 RULES: tuple[Rule, ...] = (
     Rule("sm_of_backend", "target.gpu", _find_unsupported_sm, "use backend: tensorrt on a host with that GPU"),
     Rule(
@@ -214,5 +221,11 @@ RULES: tuple[Rule, ...] = (
         "stages.build.moe",
         _find_gathered_context,
         "use moe: dense, or lower max_num_tokens to max_batch_size",
+    ),
+    Rule(
+        "payload_of_plugin",
+        "stages.build.expert_payload",
+        _find_payload_without_plugin,
+        "set stages.build.lowering.moe_all_to_all: plugin, or expert_payload: model",
     ),
 )

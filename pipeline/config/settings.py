@@ -153,6 +153,11 @@ class Lowerings(Section):
         default="native",
         description="Attention: over pages gathered and padded, or over the pool itself, by block table in the kernel.",
     )
+    moe_all_to_all: Literal["native", "plugin"] = Field(
+        default="native",
+        description="Expert parallelism: equal splits, padded to what a rank may get at most, or rows in their true "
+        "numbers, each once per rank, after the counts; the host reads these, so that no CUDA graph is captured.",
+    )
 
 
 class Build(Section):
@@ -175,6 +180,11 @@ class Build(Section):
     moe: Literal["dense", "gather"] = Field(
         default="dense",
         description="Routed experts: all in one batched matmul, or gathered per token (generation only).",
+    )
+    expert_payload: Literal["model", "fp8"] = Field(
+        default="model",
+        description="What moe_all_to_all, the plugin, sends rows to experts as: the model's type, or FP8 with a scale "
+        "for each row. Results come back in the model's type.",
     )
     lowering: Lowerings = Field(
         default=Lowerings(),

@@ -27,6 +27,7 @@ def network_parameters(config: Config) -> Mapping[str, Any]:
         "block_size": build.block_size,
         "max_seq_len": build.max_seq_len,
         "moe": build.moe,
+        "expert_payload": build.expert_payload,
         "lowering": build.lowering.model_dump(mode="json"),
     }
 

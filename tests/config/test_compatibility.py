@@ -195,6 +195,18 @@ SETTINGS = [
         {},
         "paged_attention: engine.json says whether these plugins' kernels have passed on an SM80",
     ),
+    (
+        "nothing_to_exchange",
+        {"stages.build.lowering": {"moe_all_to_all": "plugin"}},
+        {"stages.build.lowering": {"moe_all_to_all": "plugin"}, "target.parallel": {"tensor": 2, "expert": 2}},
+        "every GPU has all experts",
+    ),
+    (
+        "payload_of_plugin",
+        {"stages.build.expert_payload": "fp8"},
+        {"stages.build.expert_payload": "fp8", "stages.build.lowering": {"moe_all_to_all": "plugin"}},
+        "by the plugin moe_all_to_all only",
+    ),
     ("weights_come_later", {"stages.build.weights": "stripped"}, {}, "`trtseek refit` brings them"),
     ("one_gpu", {"target.parallel": {"tensor": 2}}, {}, "come later"),
     (
