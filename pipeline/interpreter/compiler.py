@@ -4,6 +4,7 @@ is made anew at each run, and when each tensor is let go."""
 from __future__ import annotations
 
 from collections.abc import Callable
+from dataclasses import replace
 from typing import TYPE_CHECKING, Any
 
 import torch
@@ -13,6 +14,7 @@ from pipeline.interpreter.graph import Graph, updates
 from pipeline.interpreter.operations import OPERATIONS, PLUGIN, Kernel, Operation, Site
 from pipeline.interpreter.plan import NOTHING, Plan, Step, bind
 from plugins.registry import OPERATIONS as PLUGINS
+from plugins.registry import find_class
 
 if TYPE_CHECKING:
     from pipeline.interpreter.constants import Constants
@@ -100,7 +102,9 @@ class _Compiler:
     def operation(self, node: Node) -> Operation:
         if node.kind not in OPERATIONS and node.kind not in PLUGINS:
             raise self.site(node).refuse("no such operation")
-        return OPERATIONS.get(node.kind, PLUGIN)
+        if node.kind in OPERATIONS:
+            return OPERATIONS[node.kind]
+        return replace(PLUGIN, stored=find_class(node.kind).STORED)
 
     def site(self, node: Node) -> Site:
         def constant(index: int) -> torch.Tensor | None:

@@ -51,7 +51,7 @@ BLOCKS: dict[str, Blocks] = {
 def write_decoder(g: Graph, architecture: Architecture, spec: NetworkSpec, weights: Weights) -> None:
     """Fills the graph's network: inputs and outputs as `inputs` declares them for this architecture and slice."""
     first, last = spec.layer_range(architecture)
-    g.announce(network_plugins(architecture, spec))
+    g.announce(network_plugins(architecture, spec, weights))
     step = {port.name: g.input(port) for port in inputs.network_inputs(architecture, spec)}
     blocks = BLOCKS[architecture.name]
     plugins = attention_plugins(architecture, spec) | routed_plugins(architecture, spec)

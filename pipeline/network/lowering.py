@@ -10,6 +10,7 @@ from collections.abc import Callable
 from typing import TYPE_CHECKING, Any
 
 from pipeline.errors import CompatibilityError
+from pipeline.network.expert_plugin import EXPERTS, make_experts
 from pipeline.network.rope import softmax_scale
 from pipeline.sharding.sizes import local_sizes
 from plugins.moe_all_to_all.operation import MoeCombine, MoeDispatch
@@ -20,6 +21,7 @@ from plugins.rope_paged_kv.operation import RopePagedKv, RopePagedLatent
 if TYPE_CHECKING:
     from pipeline.checkpoint.architecture import Architecture, Experts, LatentAttention
     from pipeline.network.spec import NetworkSpec
+    from pipeline.network.weights import Weights
 
 ROPE, ATTENTION, ALL_TO_ALL = "rope_paged_kv", "paged_attention", "moe_all_to_all"
 
@@ -143,12 +145,15 @@ def routed_plugins(architecture: Architecture, spec: NetworkSpec) -> dict[str, O
     return {operation.NAME: operation for operation in (make(architecture, spec) for make in makers)}
 
 
-def network_plugins(architecture: Architecture, spec: NetworkSpec) -> dict[str, Operation]:
+def network_plugins(architecture: Architecture, spec: NetworkSpec, weights: Weights) -> dict[str, Operation]:
     """Every plugin of the network, by the name of its layer."""
     attention, routed = attention_plugins(architecture, spec), routed_plugins(architecture, spec)
     found: dict[str, Operation] = {}
     for layer in range(*spec.layer_range(architecture)):
         found |= {f"layers.{layer}.attention.{name}": operation for name, operation in attention.items()}
         if architecture.is_routed(layer):
-            found |= {f"layers.{layer}.mlp.experts.{name}": operation for name, operation in routed.items()}
+            place = f"layers.{layer}.mlp.experts."
+            found |= {place + name: operation for name, operation in routed.items()}
+            if EXPERTS in spec.lowering.plugins():
+                found[place + EXPERTS] = make_experts(architecture, spec, weights, place)
     return found

@@ -11,6 +11,7 @@ from functools import partial
 from pipeline.errors import CompatibilityError
 from pipeline.network.context import Context
 from pipeline.network.exchange import exchange_tokens
+from pipeline.network.expert_plugin import EXPERTS, run_expert_plugin
 from pipeline.network.experts import read_stacks, run_experts
 from pipeline.network.graph import Graph, Tensor
 from pipeline.network.linear import add_bias, multiply_linear
@@ -25,7 +26,10 @@ def routed_mlp(g: Graph, context: Context, x: Tensor) -> Tensor:
         raise CompatibilityError(f"{a.name} has no routed experts", hint="config.json lacks n_routed_experts")
     chosen, indices = route(g, context.weights, experts, x, a.hidden_size)
     at = g.at("experts")
-    run = partial(run_experts, at, context, read_stacks(at, context))
+    if EXPERTS in context.spec.lowering.plugins():
+        run = partial(run_expert_plugin, at, context)
+    else:
+        run = partial(run_experts, at, context, read_stacks(at, context))
     spread = rank.parallel.expert > 1
     wide = exchange_tokens(at, context, x, chosen, indices, run) if spread else run(x, chosen, indices)
     total = at.cast("sum", wide, g.dtype)

@@ -27,6 +27,7 @@ class Lowering:
     rope_paged_kv: str = "native"
     paged_attention: str = "native"
     moe_all_to_all: str = "native"
+    moe_experts: str = "native"
 
     def __post_init__(self) -> None:
         for operation, lowering in asdict(self).items():

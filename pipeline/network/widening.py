@@ -8,14 +8,18 @@ implementation's to many digits looks at this program; what the rounding itself 
 from __future__ import annotations
 
 from dataclasses import replace
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
+
+from plugins.registry import OPERATIONS, make_operation
 
 if TYPE_CHECKING:
-    from pipeline.network.program import Program
+    from collections.abc import Mapping
+
+    from pipeline.network.program import Node, Program
 
 
 def widen_inputs(program: Program) -> Program:
-    """Each dequantize(quantize(x)) becomes x; weights, which are constants, stay dequantized."""
+    """Each dequantize(quantize(x)) becomes x, within plugins too; weights, which are constants, stay dequantized."""
     rounded = {node.outputs[0].name: node.inputs[0] for node in program.nodes if node.kind == "quantize"}
     whole = {
         node.outputs[0].name: rounded[str(node.inputs[0])]
@@ -25,8 +29,18 @@ def widen_inputs(program: Program) -> Program:
     return replace(
         program,
         nodes=tuple(
-            replace(node, inputs=tuple(whole.get(str(name), name) for name in node.inputs))
+            replace(
+                node,
+                inputs=tuple(whole.get(str(name), name) for name in node.inputs),
+                attributes=_widen_attributes(node),
+            )
             for node in program.nodes
             if node.outputs[0].name not in rounded.keys() | whole.keys()
         ),
     )
+
+
+def _widen_attributes(node: Node) -> Mapping[str, Any]:
+    if node.kind not in OPERATIONS:
+        return node.attributes
+    return make_operation(node.kind, node.attributes).without_rounding().attributes()

@@ -95,7 +95,7 @@ class Product:
             "STACK": height * stride,
             "SCALES": scales[0] * scales[1],
             "STORAGE": number,
-            "GROUP": self.group or BLOCK,
+            "GROUP": BLOCK if self.storage == FP8_BLOCKS else self.group,
             "STEPPED": bool(self.step),
             "PRESCALE": self.prescale,
             "ROWS": rows,

@@ -28,7 +28,7 @@ BASE = MoeExperts(
 STORAGES: dict[str, dict[str, Any]] = {
     "plain": {},
     "fp8": {"up_storage": "fp8", "up_step": 0.01, "down_storage": "fp8", "down_step": 0.02},
-    "fp8_blocks": {"up_storage": "fp8_blocks", "up_group": 128, "down_storage": "fp8_blocks", "down_group": 128},
+    "fp8_blocks": {"up_storage": "fp8_blocks", "down_storage": "fp8_blocks"},
     "int4": {"up_storage": "int4", "up_group": 32, "down_storage": "int4", "down_group": 32},
 }
 

@@ -58,13 +58,7 @@ class Linears:
 
     def scales(self) -> Derived:
         """[in/group, out] in the model's type."""
-        groups = {self._group(base) for base in self.bases}
-        if len(groups) > 1:
-            raise CompatibilityError(
-                f"experts of {self.bases[0].rsplit('.', 2)[0]} have the group sizes {sorted(groups)}",
-                hint="quantize the experts of one layer with one group_size",
-            )
-        count = self.in_features // groups.pop()
+        count = self.in_features // self.group()
 
         def pieces() -> Iterator[npt.NDArray[np.uint8]]:
             for base in self.bases:
@@ -74,6 +68,16 @@ class Linears:
         for base in self.bases:
             self.weights.check(f"{base}.{WEIGHT_SCALES}", (self.out_features, count), dtypes=("F32",))
         return Derived(MODEL_DTYPES[self.weights.dtype], (*self.stack, count, self.out_features), pieces)
+
+    def group(self) -> int:
+        """Inputs of one scale. Raises CompatibilityError where linears of a stack have several."""
+        groups = {self._group(base) for base in self.bases}
+        if len(groups) > 1:
+            raise CompatibilityError(
+                f"experts of {self.bases[0].rsplit('.', 2)[0]} have the group sizes {sorted(groups)}",
+                hint="quantize the experts of one layer with one group_size",
+            )
+        return groups.pop()
 
     def _group(self, base: str) -> int:
         info = self.weights.source.tensors[f"{base}.{WEIGHT_SCALES}"]

@@ -32,6 +32,11 @@ def lower(at: Graph, weights: Weights, base: str, out_features: int, in_features
 
 def lower_stack(at: Graph, weights: Weights, bases: Sequence[str], out_features: int, in_features: int) -> Operand:
     """One linear of all experts of a layer as [E, …]. Raises CompatibilityError where they are not of one format."""
+    return LOWERINGS[find_stack_format(weights, bases)](at, weights, bases, out_features, in_features, True)
+
+
+def find_stack_format(weights: Weights, bases: Sequence[str]) -> str | None:
+    """The one format of all these linears. Raises CompatibilityError where they have several."""
     formats = {base: weights.find_format(base) for base in bases}
     stored = formats[bases[0]]
     other = next((base for base, name in formats.items() if name != stored), None)
@@ -41,4 +46,4 @@ def lower_stack(at: Graph, weights: Weights, bases: Sequence[str], out_features:
             "experts are one stack",
             hint="quantize all routed experts of a layer alike (stages.quantize: include, exclude, recipe)",
         )
-    return LOWERINGS[stored](at, weights, bases, out_features, in_features, True)
+    return stored

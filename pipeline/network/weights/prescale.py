@@ -20,6 +20,14 @@ if TYPE_CHECKING:
 def lower_prescale(at: Graph, weights: Weights, bases: Sequence[str], in_features: int, stacked: bool) -> Tensor | None:
     """[1, in] in the model's type; of a stack [E, 1, in], or [1, 1, in] where every expert has the same; None where
     there is none. Raises CompatibilityError where only some experts have one."""
+    constant = read_prescale(weights, bases, in_features, stacked)
+    if constant is None:
+        return None
+    return at.constant(PRESCALE, constant, (constant.shape[0], 1, in_features) if stacked else (1, in_features))
+
+
+def read_prescale(weights: Weights, bases: Sequence[str], in_features: int, stacked: bool) -> Constant | None:
+    """As `lower_prescale`: [in], or of a stack [E, in] or [1, in]."""
     names = [f"{base}.{PRESCALE}" for base in bases]
     missing = [name for name in names if not weights.has(name)]
     if len(missing) == len(names):
@@ -31,10 +39,7 @@ def lower_prescale(at: Graph, weights: Weights, bases: Sequence[str], in_feature
         )
     first, *others = (weights.read(name, (in_features,)) for name in names)
     if not stacked:
-        return at.constant(PRESCALE, first, (1, in_features))
-    constant: Constant
+        return first
     if all(np.array_equal(other.data, first.data) for other in others):
-        constant = RawTensor(first.dtype, (1, in_features), first.data)
-    else:
-        constant = weights.read_stack(names, (in_features,))
-    return at.constant(PRESCALE, constant, (constant.shape[0], 1, in_features))
+        return RawTensor(first.dtype, (1, in_features), first.data)
+    return weights.read_stack(names, (in_features,))

@@ -7,7 +7,7 @@ from collections.abc import Iterator, Sequence
 import numpy as np
 import numpy.typing as npt
 
-from pipeline.checkpoint.layouts.scales import ACTIVATION_SCALES
+from pipeline.checkpoint.layouts.scales import ACTIVATION_SCALES, WEIGHT_SCALES
 from pipeline.checkpoint.tensors import RawTensor
 from pipeline.errors import CheckpointError, CompatibilityError
 from pipeline.network.derived import Derived
@@ -29,16 +29,29 @@ def read_scales(weights: Weights, base: str, kind: str, shape: tuple[int, ...]) 
 def lower_input_step(at: Graph, weights: Weights, bases: Sequence[str]) -> Tensor:
     """The one step that the input of all these linears is rounded in: float32 [1].
 
-    Held by the network itself, even where weights come later: TensorRT wants to know it. Raises CompatibilityError
-    where experts of a stack have several.
+    Held by the network itself, even where weights come later: TensorRT wants to know it. Raises as `read_input_step`.
     """
+    return at.number(ACTIVATION_SCALES, [read_input_step(weights, bases)], "float32")
+
+
+def read_input_step(weights: Weights, bases: Sequence[str]) -> float:
+    """Raises CompatibilityError where experts of a stack have several."""
     steps = {float(read_scales(weights, base, ACTIVATION_SCALES, (1,)).data.view(np.float32)[0]) for base in bases}
     if len(steps) > 1:
         raise CompatibilityError(
             f"experts of {bases[0].rsplit('.', 2)[0]} have {len(steps)} different {ACTIVATION_SCALES}s",
             hint="quantize the checkpoint again: a layer's experts share one",
         )
-    return at.number(ACTIVATION_SCALES, [steps.pop()], "float32")
+    return steps.pop()
+
+
+def read_stack_scales(weights: Weights, bases: Sequence[str]) -> Derived:
+    """The scales of FP8 weights of a stack, F32 [E, 1, 1]."""
+    for base in bases:  # refused now, not when the bytes are made
+        weights.check(f"{base}.{WEIGHT_SCALES}", (1,), dtypes=("F32",))
+    return Derived(
+        "F32", (len(bases), 1, 1), lambda: (read_scales(weights, base, WEIGHT_SCALES, (1,)).data for base in bases)
+    )
 
 
 def lower_stack_scales(
