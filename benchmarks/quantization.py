@@ -3,18 +3,21 @@
     python -m benchmarks.quantization quality [METHOD…]   SmolLM2-135M: loss in nats per token over the original
     python -m benchmarks.quantization awq [MODEL…]        against modelopt's INT4_AWQ_CFG: time, peak memory, perplexity
     python -m benchmarks.quantization gptq [MODEL…]       against llm-compressor's GPTQ: the same
-    python -m benchmarks.quantization memory [4 12]       peak memory by size in GB, of every method
+    python -m benchmarks.quantization memory [4 12]       peak memory by size in GB; --methods: of some methods only
     python -m benchmarks.quantization                     everything; exit status 1 where a bar is missed
+
+--samples calibrates on that many instead of 128 (llama-250m: 32), --tokens scores that many: a part then takes minutes.
 
 Models: smollm2 (`make smollm2` first), llama-250m (random weights), v2-tiny. Losses are measured by the interpreter in
 exact mode on what each side wrote, read back, on held-out text of the calibration's domain (Python's documentation) and
 of another (Perl's, from Debian's package perl-doc). Each side quantizes in a process of its own, one after the other;
-peers live under out/peers, made when missing. Processor seconds are printed since other load disturbs them less.
+peers live under out/peers, made when missing. "Faster" is judged in processor seconds, which other load disturbs less.
 """
 
 from __future__ import annotations
 
 import argparse
+import dataclasses
 import json
 import math
 import shutil
@@ -23,6 +26,7 @@ import sys
 import time
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -42,8 +46,8 @@ WORKER = """
 import re, sys, time
 from pathlib import Path
 import torch
-from transformers import AutoModelForCausalLM  # before the clock starts, as the peers'
 from pipeline.checkpoint.folder import CheckpointFolder
+from pipeline.checkpoint.reference import build_hf_rotary
 from pipeline.config.settings import Calibration, Quantize
 from pipeline.quantization.quantize import quantize_checkpoint
 from pipeline.workspace import FolderWorkspace
@@ -52,8 +56,10 @@ source, target, method, text = sys.argv[1:5]
 group, samples, length = map(int, sys.argv[5:8])
 calibration = Calibration(files=({"path": Path(text)},), samples=samples, length=length)
 settings = Quantize(method=method, group_size=group, include=tuple(sys.argv[8].split(",")), calibration=calibration)
+checkpoint = CheckpointFolder.open(Path(source))
+build_hf_rotary(checkpoint.config)  # imports transformers' modules before the clock starts, as the peers' scripts do
 begin, processor = time.perf_counter(), time.process_time()
-quantize_checkpoint(CheckpointFolder.open(Path(source)), FolderWorkspace(Path(target)), settings=settings)
+quantize_checkpoint(checkpoint, FolderWorkspace(Path(target)), settings=settings)
 seconds, processor = time.perf_counter() - begin, time.process_time() - processor
 peak = re.search(r"VmHWM:\\s+(\\d+)", Path("/proc/self/status").read_text())[1]
 print(seconds, processor, int(peak) * 1024)
@@ -193,11 +199,9 @@ def _compare(model: Model, method: str, peer: str) -> bool:
     return passed
 
 
-def measure_memory(sizes: Sequence[str]) -> bool:
+def measure_memory(sizes: Sequence[str], methods: Sequence[str] = METHODS) -> bool:
     """Random routed checkpoints of several sizes: the peak must not follow the size."""
-    import dataclasses
-
-    peaks: dict[str, list[int]] = {method: [] for method in METHODS}
+    peaks: dict[str, list[int]] = {method: [] for method in methods}
     passed, folder = True, FOLDER / "memory"
     for gigabytes in map(float, sizes or ("4", "12")):
         shutil.rmtree(folder, ignore_errors=True)
@@ -206,7 +210,7 @@ def measure_memory(sizes: Sequence[str]) -> bool:
             MODELS["v2-tiny"], name="memory/run", prepare=lambda: folder / "source", dtype=None, group=128, samples=8
         )
         write_tokenizer(folder / "source")
-        for method in METHODS:
+        for method in methods:
             run = quantize(model, method)
             peaks[method].append(run.peak)
             share = int4_share(run.output)
@@ -251,8 +255,15 @@ def main() -> int:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("command", choices=COMMANDS, nargs="?")
     parser.add_argument("arguments", nargs="*")
+    parser.add_argument("--samples", type=int)
+    parser.add_argument("--tokens", type=int)
+    parser.add_argument("--methods", nargs="+", choices=METHODS, default=METHODS)
     options: Any = parser.parse_args()
+    wishes = {"samples": options.samples, "tokens": options.tokens}
+    for name, model in MODELS.items():
+        MODELS[name] = dataclasses.replace(model, **{key: value for key, value in wishes.items() if value})
     began, load = time.monotonic(), Path("/proc/loadavg").read_text().split()[0]
+    COMMANDS["memory"] = partial(measure_memory, methods=options.methods)
     wanted = {options.command: options.arguments} if options.command else dict.fromkeys(COMMANDS, ())
     passed = {name: COMMANDS[name](arguments) for name, arguments in wanted.items()}
     for name, met in passed.items():

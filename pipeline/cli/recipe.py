@@ -32,6 +32,7 @@ def command(
     from pipeline.config.recipe_rules import offered_formats
     from pipeline.quantization.automatic import load_sensitivity
     from pipeline.quantization.recipe import RECIPE, solve
+    from pipeline.text_file import write_text
 
     config = read_config(config_file, overrides)
     goal = _find_goal(config, budget)
@@ -40,8 +41,7 @@ def command(
     found = load_sensitivity(settings.sensitivity.file or measure(config))
     recipe = solve(found, settings.method, goal, formats=offered_formats(config))
     path = output or config.run_folder / RECIPE
-    path.parent.mkdir(parents=True, exist_ok=True)
-    path.write_text(recipe.render(), encoding="utf-8")
+    write_text(path, recipe.render())
     summary = {
         "file": str(path),
         "kl": recipe.kl,

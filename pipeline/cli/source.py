@@ -63,7 +63,8 @@ def _check_model(config: Config) -> None:
 
 
 def _check_texts(config: Config) -> None:
-    """The text files that the stages will read are there, and are text; tasks are tasks."""
+    """The text files that the stages will read are there, and are text; tasks are tasks; transcripts have
+    a template."""
     quantize, verify = config.stages.quantize, config.stages.verify
     texts: dict[str, Sequence[Path]] = {"stages.verify.heldout.files": verify.heldout.files}
     if quantize.measures:
@@ -80,6 +81,13 @@ def _check_texts(config: Config) -> None:
                 continue
             what = "is not a file" if file.exists() else "there is no such file"
             raise ConfigError(f"{config.locate(key)}: {file}: {what}", hint=_suggest_path(file, folders=False))
+    if quantize.measures:
+        from pipeline.quantization.chat import ChatTemplate
+        from pipeline.quantization.documents import Documents
+
+        template = ChatTemplate(config.model.path)
+        if any(Documents(file, template).format == "chat" for file in quantize.calibration.files):
+            template.check()
     if verify.tasks:
         from pipeline.evaluation.tasks import read_tasks
 

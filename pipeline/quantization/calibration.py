@@ -84,6 +84,7 @@ class Calibration:
         states = self.states(0)
         embedding, tokens = self.source.read(EMBEDDING).to_torch(), self.tokens()
         states.write(embedding[tokens[start:stop]].float() for start, stop in states.spans())
+        self.source.release(EMBEDDING)
         self.workspace.finish("states-0", [states.path])
         return 0
 

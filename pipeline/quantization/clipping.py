@@ -17,36 +17,40 @@ from typing import TYPE_CHECKING
 
 import torch
 
-from pipeline.quantization.int4 import round_trip
+from pipeline.quantization.int4 import HIGHEST, LOWEST, TILE_ELEMENTS, scales_of
 
 if TYPE_CHECKING:
     from torch import Tensor
 
 # Of a group's largest weight; then half a step to either side of each group's best.
 STEP = 0.05
-SHRINKS = tuple(1 - i * STEP for i in range(1, 13))
-ROWS = 256  # output features at a time: bounds memory to a few times this by I
+SHRINKS = tuple(1 - i * STEP for i in range(13))
 
 
 def search_limits(weight: Tensor, moments: Tensor, group: int, scale_dtype: torch.dtype) -> Tensor:
     """The best limits [O, I/g] for a weight [O, I], in float32.
 
-    `moments`: of each group's inputs, [I/g, g, g], or their diagonal alone, [I/g, g].
+    `moments`: of each group's inputs, [I/g, g, g], or their diagonal alone, [I/g, g]. Works through rows of weights
+    that stay in a core's cache, and needs no more memory than a few times theirs.
     """
-    return torch.cat([_search(part, moments, group, scale_dtype) for part in torch.split(weight, ROWS)])
+    rows = max(1, TILE_ELEMENTS // weight.shape[1])
+    return torch.cat([_search(part, moments, group, scale_dtype) for part in torch.split(weight, rows)])
 
 
 def _search(weight: Tensor, moments: Tensor, group: int, scale_dtype: torch.dtype) -> Tensor:
-    amax = weight.view(weight.shape[0], -1, group).abs().amax(2)
+    grouped = weight.view(weight.shape[0], -1, group).transpose(0, 1).contiguous()  # [I/g, O, g]
+    amax = grouped.abs().amax(2)
+    e, product = torch.empty_like(grouped), torch.empty_like(grouped)
 
-    def error(limits: Tensor | None) -> Tensor:
-        rounded = round_trip(weight, group, scale_dtype=scale_dtype, limits=limits)
-        e = rounded.sub_(weight).view(weight.shape[0], -1, group).transpose(0, 1)  # [I/g, O, g]
+    def error(limits: Tensor) -> Tensor:
+        scales = scales_of(limits, scale_dtype)[:, :, None]
+        torch.div(grouped, scales, out=e)
+        e.round_().clamp_(LOWEST, HIGHEST).mul_(scales).sub_(grouped)
         if moments.ndim == 2:
-            return (e.square() @ moments[:, :, None]).squeeze(2).T
-        return ((e @ moments) * e).sum(2).T
+            return (e.square_() @ moments[:, :, None]).squeeze(2)
+        return torch.bmm(e, moments, out=product).mul_(e).sum(2)
 
-    best, least = amax, error(None)
+    best, least = amax, torch.full_like(amax, torch.inf)
 
     def attempt(limits: Tensor) -> None:
         nonlocal best, least
@@ -59,4 +63,4 @@ def _search(weight: Tensor, moments: Tensor, group: int, scale_dtype: torch.dtyp
     coarse = best
     for side in (-STEP / 2, STEP / 2):
         attempt(torch.minimum(coarse + amax * side, amax))
-    return best
+    return best.T.contiguous()

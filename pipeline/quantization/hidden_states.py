@@ -20,7 +20,9 @@ if TYPE_CHECKING:
 
     from torch import Tensor
 
-TOKENS_PER_BATCH = 2048
+# Of a batch: about as many as the model is wide, so that activations take what a layer's weights take. More would gain
+# nothing but where experts are read anew for each batch, which are those of wide models.
+FEWEST_TOKENS, MOST_TOKENS = 512, 2048
 
 
 class HiddenStates:
@@ -35,7 +37,7 @@ class HiddenStates:
 
     def spans(self) -> list[tuple[int, int]]:
         """Samples [start, stop) of each batch; the same in every run, since batched products round by batch."""
-        step = max(1, TOKENS_PER_BATCH // self.length)
+        step = max(1, min(MOST_TOKENS, max(FEWEST_TOKENS, self.hidden)) // self.length)
         return [(start, min(start + step, self.samples)) for start in range(0, self.samples, step)]
 
     def batches(self) -> Iterator[Tensor]:

@@ -100,6 +100,12 @@ def find_scales(
     return scales
 
 
+def scales_of(amax: Tensor, scale_dtype: torch.dtype) -> Tensor:
+    """float32: amax/7 rounded to `scale_dtype`, and 1 where that is zero."""
+    scales = (amax / HIGHEST).to(scale_dtype).float()
+    return scales.masked_fill_(scales == 0, 1.0)
+
+
 def pack(q: Tensor, *, out: Tensor | None = None) -> Tensor:
     """int8 [O, I] with values in [-8, 7] → int8 [O/2, I]. O must be even."""
     _check_pairs(q.shape[0], "q")
@@ -166,8 +172,7 @@ class _Rounder:
             )
         if self.limits is not None:
             amax = torch.minimum(amax, self.limits[start:stop])
-        scales = (amax / HIGHEST).to(self.scale_dtype).float()
-        return scales.masked_fill_(scales == 0, 1.0)
+        return scales_of(amax, self.scale_dtype)
 
     def round(self, start: int, stop: int, scales: Tensor) -> Tensor:
         """int8 [rows, I] of the tile last given to `scale`; valid until the next call. `scales` [rows, I/g, 1]."""

@@ -4,7 +4,7 @@ import shutil
 import pytest
 
 from pipeline.cli.source import BEGIN
-from pipeline.errors import CheckpointError, CompatibilityError, ConfigError, TrtseekError
+from pipeline.errors import CheckpointError, CompatibilityError, ConfigError, QuantizationError, TrtseekError
 
 
 def test_valid(workplace, invoke):
@@ -76,6 +76,24 @@ def test_a_wrong_path_is_told_where_it_was_looked_for(workplace, invoke, llama_p
 def test_a_character_that_the_check_cuts_is_no_mistake(workplace, invoke):
     (workplace / "text.txt").write_text("x" + "é" * BEGIN)
     assert invoke("validate", "small").exit_code == 0
+
+
+def test_chat_transcripts_need_a_template(workplace, invoke, llama_path):
+    shutil.copytree(llama_path, workplace / "model")
+    (workplace / "chats.jsonl").write_text(json.dumps({"messages": [{"role": "user", "content": "hi"}]}) + "\n")
+    settings = ("--set", "model.path=model", "--set", "stages.quantize.calibration.files=[chats.jsonl]")
+    file = workplace / "model" / "tokenizer_config.json"
+    config = json.loads(file.read_text())
+    file.write_text(json.dumps(config | {"chat_template": "{{ messages }}"}))
+    assert invoke("validate", "small", *settings).exit_code == 0
+    file.write_text(json.dumps(config | {"chat_template": None}))
+    with pytest.raises(QuantizationError, match="the tokenizer has no chat template, which chat transcripts need"):
+        invoke("validate", "small", *settings)
+    (workplace / "model" / "chat_template.jinja").write_text("{{ messages }}")
+    assert invoke("validate", "small", *settings).exit_code == 0
+    file.unlink()
+    with pytest.raises(QuantizationError, match=r"has no tokenizer_config\.json"):
+        invoke("validate", "small", *settings)
 
 
 def test_rtn_reads_no_calibration_text(workplace, invoke):

@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-import os
-import uuid
 from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -11,6 +9,7 @@ from typing import TYPE_CHECKING, Any
 import pipeline
 from pipeline.evaluation.report.figures import Plot, plot_checkpoints, plot_coverage, plot_experts, plot_linears
 from pipeline.evaluation.report.words import spell_bytes, spell_number, spell_seconds, spell_share
+from pipeline.text_file import write_text
 
 if TYPE_CHECKING:
     from jinja2 import Environment
@@ -88,13 +87,7 @@ def write_page(context: Mapping[str, Any], path: Path) -> None:
             }
         )
     )
-    path.parent.mkdir(parents=True, exist_ok=True)
-    draft = path.with_name(f".{path.name}-{uuid.uuid4().hex}")
-    try:
-        draft.write_text(text, encoding="utf-8")
-        os.replace(draft, path)
-    finally:
-        draft.unlink(missing_ok=True)
+    write_text(path, text)
 
 
 def _environment() -> Environment:
