@@ -64,10 +64,16 @@ def _note_plugins(case: Case) -> str | None:
     plugins = [name for name, lowering in case.build.lowering.model_dump().items() if lowering == "plugin"]
     if not plugins:
         return None
-    return (
-        f"{', '.join(plugins)}: engine.json says whether these plugins' kernels have passed on an SM{case.gpu.sm}; the "
-        "plan counts the workspace of TensorRT's own layers, which is larger where attention is a plugin"
-    )
+    text = f"{', '.join(plugins)}: engine.json says whether these plugins' kernels have passed on an SM{case.gpu.sm}"
+    if "paged_attention" not in plugins:
+        return text
+    return f"{text}; the plan counts the workspace of TensorRT's own attention, which is larger than the plugin's"
+
+
+def _note_no_experts(case: Case) -> str | None:
+    if case.build.lowering.moe_experts != "plugin" or case.architecture.experts is not None:
+        return None
+    return f"moe_experts has nothing to do: {case.architecture.name} has no routed experts"
 
 
 def _note_lone_exchange(case: Case) -> str | None:
@@ -93,6 +99,7 @@ NOTES: tuple[Rule, ...] = (
     Rule("made_blocks_save_memory", "stages.quantize.method", _note_made_blocks, ""),
     Rule("cache_stays_wide", "stages.quantize.kv_cache", _note_cache_scales, ""),
     Rule("plugins_are_new", "stages.build.lowering", _note_plugins, ""),
+    Rule("no_experts", "stages.build.lowering.moe_experts", _note_no_experts, ""),
     Rule("nothing_to_exchange", "stages.build.lowering.moe_all_to_all", _note_lone_exchange, ""),
     Rule("recipe_comes_later", "stages.quantize.recipe", _note_unsolved, ""),
     Rule("smaller_groups", "stages.quantize.group_size", _note_smaller_groups, ""),

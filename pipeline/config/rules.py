@@ -9,6 +9,7 @@ from pipeline.config import format_rules
 from pipeline.config.case import STATIC_ROPES, Case
 from pipeline.config.gpus import supported_sms
 from pipeline.errors import CompatibilityError
+from pipeline.quantization.selection import Decision
 
 
 @dataclass(frozen=True, slots=True)
@@ -133,6 +134,18 @@ def _find_payload_without_plugin(case: Case) -> str | None:
     return f"rows are sent to experts as {build.expert_payload} by the plugin moe_all_to_all only"
 
 
+# What the kernels of the plugin moe_experts multiply, 16-bit weights apart.
+_EXPERT_FORMATS = ("fp8", "fp8_blocks", "int4")
+
+
+def _find_experts_without_kernel(case: Case) -> str | None:
+    if case.build.lowering.moe_experts != "plugin":
+        return None
+    decisions = [linear.decision for linear in case.chosen if linear.role == "experts"]
+    found = {decision.format for decision in decisions if isinstance(decision, Decision)} - {*_EXPERT_FORMATS}
+    return f"the plugin moe_experts has no kernel for {', '.join(sorted(found))}" if found else None
+
+
 RULES: tuple[Rule, ...] = (
     Rule("sm_of_backend", "target.gpu", _find_unsupported_sm, "use backend: tensorrt on a host with that GPU"),
     Rule(
@@ -215,6 +228,12 @@ RULES: tuple[Rule, ...] = (
         "stages.build.max_num_tokens",
         _find_few_rows,
         "raise max_num_tokens to max_batch_size or more",
+    ),
+    Rule(
+        "experts_have_kernels",
+        "stages.build.lowering.moe_experts",
+        _find_experts_without_kernel,
+        "set stages.build.lowering.moe_experts: native, or quantize experts to INT4 or FP8",
     ),
     Rule(
         "gather_is_for_generation",

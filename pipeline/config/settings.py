@@ -153,6 +153,11 @@ class Lowerings(Section):
         default="native",
         description="Attention: over pages gathered and padded, or over the pool itself, by block table in the kernel.",
     )
+    moe_experts: Literal["native", "plugin"] = Field(
+        default="native",
+        description="Routed experts: as `moe` says, or grouped by expert in kernels that multiply INT4, FP8 and 16-bit "
+        "weights as they are stored, only those that rows chose.",
+    )
     moe_all_to_all: Literal["native", "plugin"] = Field(
         default="native",
         description="Expert parallelism: equal splits, padded to what a rank may get at most, or rows in their true "

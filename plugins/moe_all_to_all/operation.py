@@ -20,7 +20,7 @@ GPU; what the experts get is within max(|x| / 16, scale / 1024) of what was sent
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any, ClassVar
 
 from pipeline.errors import CompatibilityError
@@ -196,6 +196,9 @@ class MoeDispatch(_AllToAll):
             self.exchange("dispatch", goes, comes, self.message.bytes, self.ranks * tokens, counts),
             *bind(unpack, (self.ranks * tokens, 1, 1), unpacked),
         )
+
+    def without_rounding(self) -> MoeDispatch:
+        return replace(self, payload="model")
 
     def compute(self, *inputs: Any) -> tuple[Any, ...]:
         from plugins.gloo import find_group

@@ -270,6 +270,20 @@ MODELS = [
         "gather copies 6 experts' weights for every row, and a context step has up to 2048 rows",
     ),
     (
+        "experts_have_kernels",
+        {"stages.quantize.method": "int8", "stages.build.lowering": {"moe_experts": "plugin"}},
+        {},
+        {"n_routed_experts": None},
+        "the plugin moe_experts has no kernel for int8",
+    ),
+    (
+        "no_experts",
+        {"stages.build.lowering": {"moe_experts": "plugin"}},
+        {"n_routed_experts": None},
+        {},
+        "moe_experts has nothing to do: DeepseekV2ForCausalLM has no routed experts",
+    ),
+    (
         "group_divides_something",
         {"stages.quantize.include": ("mlp",)},
         {"hidden_size": 2000, "intermediate_size": 1000},

@@ -1,11 +1,13 @@
-"""Expert parallelism by the plugin moe_all_to_all: what one rank computes, over fewer bytes."""
+"""Expert parallelism by the plugin moe_all_to_all: what one rank computes, whoever the tokens go to."""
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from pathlib import Path
+from typing import Any
 
 import pytest
+import torch
 
 from pipeline.network.spec import Lowering
 from pipeline.sharding import Parallel
@@ -16,7 +18,10 @@ from tests.network.serving import prompts, serve
 
 EP2, EP4, TP2_EP2 = Parallel(2, expert=2), Parallel(4, expert=4), Parallel(4, expert=2)
 PLUGIN = Lowering(moe_all_to_all="plugin")
-TOLERANCE = 1e-5
+TOLERANCE = 1e-5  # of the order of sums, as in test_parallel.py
+# The largest of a row's logits from those of exact rows, in standard deviations of all, where every rank sends FP8 and
+# no router may choose otherwise: 0.107 measured. (A router that tips to another expert moves a row further.)
+FP8 = 0.15
 
 
 @pytest.fixture(scope="module")
@@ -25,17 +30,41 @@ def ranks(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Ranks]:
         yield started
 
 
-@pytest.mark.parametrize("name", ["v2", "v3"])
-def test_logits_of_all_ranks_are_those_of_one(name: str, ranks: Ranks, tmp_path: Path) -> None:
-    """Prompts, single tokens and both at once; steps of fewer tokens than ranks, ranks that no token goes to."""
-    write = {"v2": fixtures.deepseek_v2, "v3": fixtures.deepseek_v3}[name]
-    model = models.load(write(tmp_path / "hf", dtype="float32"))
+def all_to_last(tensors: dict[str, torch.Tensor]) -> None:
+    """A bias that makes every token choose the last experts, of the last rank."""
+    for name in tensors:
+        if name.endswith("e_score_correction_bias"):
+            tensors[name] = torch.arange(len(tensors[name])).float() * 10
+
+
+MODELS: dict[str, Callable[[Path], Path]] = {
+    "v2": lambda path: fixtures.deepseek_v2(path, dtype="float32"),
+    "v3": lambda path: fixtures.deepseek_v3(path, dtype="float32"),
+    "v3, all tokens to one rank": lambda path: fixtures.deepseek_v3(path, dtype="float32", edit=all_to_last),
+}
+
+
+def compare(ranks: Ranks, model: models.Model, parallel: Parallel, **options: Any) -> torch.Tensor:
+    """The largest difference of each row's logits from one rank's, [rows of all sequences and ranks]."""
     sequences = prompts(model.architecture.vocab_size)
     whole = serve(model.program(), sequences=sequences)
+    programs = [model.program(rank=rank, lowering=PLUGIN, **options) for rank in parallel.ranks]
+    rows = []
+    for found in ranks.serve(parallel, programs, sequences=sequences):
+        for one, expected in zip(found, whole, strict=True):
+            rows.append((one["logits"] - expected["logits"]).abs().amax(1) / expected["logits"].std())
+    return torch.cat(rows)
+
+
+@pytest.mark.parametrize("name", MODELS)
+def test_logits_of_all_ranks_are_those_of_one(name: str, ranks: Ranks, tmp_path: Path) -> None:
+    """Prompts, single tokens and both at once: steps of fewer tokens than ranks among them."""
+    model = models.load(MODELS[name](tmp_path / "hf"))
     for parallel in (EP2, EP4, TP2_EP2):
-        programs = [model.program(rank=rank, lowering=PLUGIN) for rank in parallel.ranks]
-        for found in ranks.serve(parallel, programs, sequences=sequences):
-            for one, expected in zip(found, whole, strict=True):
-                apart = (one["logits"] - expected["logits"]).abs().max()
-                print(name, parallel, float(apart))
-                assert apart < TOLERANCE
+        assert compare(ranks, model, parallel).max() < TOLERANCE
+
+
+def test_fp8_rows_move_logits_a_little(ranks: Ranks, tmp_path: Path) -> None:
+    model = models.load(MODELS["v3, all tokens to one rank"](tmp_path / "hf"))
+    apart = compare(ranks, model, EP4, expert_payload="fp8")
+    assert TOLERANCE < apart.median() and apart.max() < FP8
