@@ -45,6 +45,8 @@ from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from typing import Any
 
+from pipeline.errors import CompatibilityError
+
 # TensorRT's DataType member -> the spelling used in programs
 DTYPE_NAMES = {
     "FLOAT": "float32",
@@ -127,8 +129,20 @@ def _block_shape(layer: Any) -> list[int] | None:
         return [size // blocks for size, blocks in zip(data, scale, strict=True)]
 
 
-def _metadata(key: str) -> Reader:
-    return lambda layer: json.loads(layer.metadata)[key]
+def _collective(key: str) -> Reader:
+    """Of what the writer put into the layer's metadata."""
+
+    def read(layer: Any) -> Any:
+        told = json.loads(layer.metadata) if layer.metadata.startswith("{") else {}
+        if key not in told or len(told.get("ranks", ())) != layer.num_ranks:
+            raise CompatibilityError(
+                f"collective {layer.name} of {layer.num_ranks} ranks has the metadata {layer.metadata!r}, which do not "
+                "say what it is",
+                hint="write collectives through the graph writer only",
+            )
+        return told[key]
+
+    return read
 
 
 def _slice_axes(layer: Any) -> list[int] | None:
@@ -146,7 +160,7 @@ KINDS: dict[str, Kind] = {
         {"axis": _plain("axis"), "block_shape": _block_shape, "to": lambda layer: dtype_name(layer.to_type)},
     ),
     "DIST_COLLECTIVE": Kind(
-        "IDistCollectiveLayer", ("data",), {key: _metadata(key) for key in ("op", "reduce", "ranks")}
+        "IDistCollectiveLayer", ("data",), {key: _collective(key) for key in ("op", "reduce", "ranks")}
     ),
     "ELEMENTWISE": Kind("IElementWiseLayer", ("a", "b"), {"op": _enum("op")}),
     "FILL": Kind(

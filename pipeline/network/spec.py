@@ -87,7 +87,8 @@ class NetworkSpec:
         held = stage_layers(architecture, self.rank)
         first, last = self.layers or held
         if not held[0] <= first < last <= held[1]:
-            of = f"a model of {held[1]} layers" if self.rank.parallel.pipeline == 1 else f"the layers {list(held)}"
+            stages = self.rank.parallel.pipeline
+            of = f"a model of {held[1]} layers" if stages == 1 else f"its stage's layers [{held[0]}, {held[1]})"
             raise CompatibilityError(
                 f"layers [{first}, {last}) is no slice of {of}",
                 hint="give a first layer and the one after the last",

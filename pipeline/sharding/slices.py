@@ -17,7 +17,7 @@ from pipeline.checkpoint.tensors import DTYPES, RawTensor, TensorInfo, TensorSou
 from pipeline.errors import CheckpointError
 from pipeline.sharding.divisions import Axis, check_division, divisions
 from pipeline.sharding.ranks import Rank, experts, layers
-from pipeline.sharding.spreading import Spreading, Stored
+from pipeline.sharding.spreading import GROUPED, Spreading, Stored
 
 if TYPE_CHECKING:
     import numpy as np
@@ -104,7 +104,7 @@ def slice_source(source: TensorSource, architecture: Architecture, rank: Rank) -
             continue
         base = name.rpartition(".")[0]
         form = find_format(infos, base)
-        key = spreading.pattern(name), form, _read_group(infos, base) if form == "int4" else 0
+        key = spreading.pattern(name), form, _read_group(infos, base) if form in GROUPED else 0
         if key not in known:
             known[key] = spreading.dimensions(*key)
             asked += [division for dimension in known[key] for division in dimension.divisions(base)]

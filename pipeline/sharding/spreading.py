@@ -22,6 +22,7 @@ from pipeline.checkpoint.layouts.scales import (
     CHANNEL_SCALES,
     PRESCALE,
     WEIGHT_SCALES,
+    WEIGHT_SCALES_2,
 )
 from pipeline.errors import CheckpointError
 from pipeline.sharding.divisions import Axis, Division
@@ -47,19 +48,23 @@ GROUP = 0
 WEIGHT: Storage = (("rows", 1), ("columns", 1))
 ROWS: Storage = (("rows", 1),)
 COLUMNS: Storage = (("columns", 1),)
+INT4: dict[str, Storage] = {
+    "weight": (("rows", 2), ("columns", 1)),
+    WEIGHT_SCALES: (("rows", 1), ("columns", GROUP)),
+    PRESCALE: COLUMNS,
+}
 # Format (None: plain) -> the tensors of a linear, by their suffix.
 FORMATS: dict[str | None, dict[str, Storage]] = {
     None: {"weight": WEIGHT},
-    "int4": {
-        "weight": (("rows", 2), ("columns", 1)),
-        WEIGHT_SCALES: (("rows", 1), ("columns", GROUP)),
-        PRESCALE: COLUMNS,
-    },
+    "int4": INT4,
+    "int4_fp8": {**INT4, WEIGHT_SCALES_2: (), ACTIVATION_SCALES: ()},
     "fp8": {"weight": WEIGHT, WEIGHT_SCALES: (), ACTIVATION_SCALES: ()},
+    "fp8_rows": {"weight": WEIGHT, CHANNEL_SCALES: ROWS, ACTIVATION_SCALES: ()},
     "fp8_blocks": {"weight": WEIGHT, BLOCK_SCALES: (("rows", BLOCK), ("columns", BLOCK))},
     "int8": {"weight": WEIGHT, CHANNEL_SCALES: ROWS},
     "int8_sq": {"weight": WEIGHT, WEIGHT_SCALES: ROWS, ACTIVATION_SCALES: (), PRESCALE: COLUMNS},
 }
+GROUPED = frozenset(name for name, tensors in FORMATS.items() if (("columns", GROUP)) in tensors.get(WEIGHT_SCALES, ()))
 UNITS = {2: "packed pairs of rows", BLOCK: f"whole FP8 blocks of {BLOCK}"}
 _NUMBER = re.compile(r"(?<=\.layers\.)\d+|(?<=\.experts\.)\d+")
 

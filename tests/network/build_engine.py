@@ -1,4 +1,5 @@
-"""A process of its own for one build: `python -m tests.network.build_engine FOLDER MODEL MOE SM OUTPUT`.
+"""A process of its own for one build: `python -m tests.network.build_engine FOLDER MODEL MOE SM OUTPUT`, with
+`TENSOR PIPELINE EXPERT RANK` behind that for the network of a rank.
 
 Two profiles in one engine, a context phase and generation; only generation where experts are gathered.
 """
@@ -10,6 +11,7 @@ from pathlib import Path
 
 from pipeline.network.inputs import network_inputs
 from pipeline.network.network import build_network
+from pipeline.sharding import Parallel, Rank
 from tests import fixtures
 from tests.network import formats, models
 
@@ -65,6 +67,15 @@ MODELS = {
     "v3-int4": lambda path: models.load_int4(
         fixtures.deepseek_v3, path, pattern=r"mlp.*_proj\.weight|o_proj", group=64, prescale="each", num_hidden_layers=2
     ),
+    "v3-ranks-int4": lambda path: models.load_int4(
+        fixtures.deepseek_v3,
+        path,
+        pattern=r"mlp.*_proj\.weight|o_proj",
+        group=32,
+        prescale="each",
+        num_hidden_layers=2,
+        moe_intermediate_size=128,
+    ),
     "qwen2-int4": lambda path: models.load_int4(
         fixtures.qwen2,
         path,
@@ -84,7 +95,7 @@ MODELS = {
             head_dim=64,
             hidden_size=256,
         )
-        for kind in ("fp8", "int8", "int8_sq")
+        for kind in ("fp8", "fp8_rows", "int8", "int8_sq")
     },
     **{
         f"v3-stacks-{kind}": lambda path, kind=kind: formats.load(
@@ -92,6 +103,12 @@ MODELS = {
         )
         for kind in ("fp8", "int8", "int8_sq")
     },
+    "moe-fp8_rows": lambda path: formats.load(
+        fixtures.deepseek_moe, path, {r"layers.*_proj\.weight": "fp8_rows"}, num_hidden_layers=2
+    ),
+    "moe-fp8_wide_inputs": lambda path: formats.load(
+        fixtures.deepseek_moe, path, {r"layers.*_proj\.weight": "fp8_wide_inputs"}, num_hidden_layers=2
+    ),
     "llama-mixed": lambda path: formats.load(
         fixtures.llama,
         path,
@@ -109,12 +126,13 @@ CONTEXT = {"T": 256, "B": 8, "Q": 128, "MB": 32, "NB": 4096, "N": 8}
 GENERATION = {"T": 32, "B": 32, "Q": 1, "MB": 32, "NB": 4096, "N": 32}
 
 
-def main(folder: str, name: str, moe: str, sm: str, output: str) -> None:
+def main(folder: str, name: str, moe: str, sm: str, output: str, *sizes: str) -> None:
     import tensorrt_rtx as trt
 
     model = MODELS[name](Path(folder))
     builder = trt.Builder(trt.Logger(trt.Logger.WARNING))
-    spec = model.spec(moe=moe)
+    *parallel, index = map(int, sizes or (1, 1, 1, 0))
+    spec = model.spec(moe=moe, rank=Rank(Parallel(*parallel), index))
     network = build_network(trt, builder.create_network(0), spec, model.architecture, model.source)
     config = builder.create_builder_config()
     config.num_compute_capabilities = 1

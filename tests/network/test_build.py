@@ -22,9 +22,10 @@ ROOT = Path(__file__).parents[2]
 slow = pytest.mark.slow
 
 
-def _build(tmp_path: Path, model: str, moe: str, sm: str) -> Path:
+def _build(tmp_path: Path, model: str, moe: str, sm: str, *sizes: int) -> Path:
     output = tmp_path / "m.engine"
     command = [sys.executable, "-m", "tests.network.build_engine", str(tmp_path / "hf"), model, moe, sm, str(output)]
+    command += map(str, sizes)
     run = subprocess.run(command, cwd=ROOT, capture_output=True, text=True)
     assert run.returncode == 0, run.stdout[-3000:] + run.stderr[-3000:]
     return output
@@ -38,6 +39,10 @@ def _build(tmp_path: Path, model: str, moe: str, sm: str) -> Path:
         ("v3-int4", "dense", "SM80"),
         ("llama-fp8", "dense", "SM89"),
         ("v3-stacks-int8_sq", "dense", "SM80"),
+        pytest.param("llama-fp8_rows", "dense", "SM89", marks=slow),
+        pytest.param("moe-fp8_rows", "dense", "SM89", marks=slow),
+        pytest.param("moe-fp8_rows", "gather", "SM120", marks=slow),
+        pytest.param("moe-fp8_wide_inputs", "dense", "SM89", marks=slow),
         pytest.param("llama-int8", "dense", "SM80", marks=slow),
         pytest.param("llama-int8_sq", "dense", "SM80", marks=slow),
         pytest.param("llama-int8_sq", "dense", "SM75", marks=slow),
@@ -80,6 +85,8 @@ def test_the_network_builds(model: str, moe: str, sm: str, tmp_path: Path) -> No
         assert (kernels[0]["_gemm_mha_v2"], kernels[1]["_gemv_mha_v1"]) == (2, 2)
     if model == "llama-int4":
         assert fused == [10, 10]  # qkv, dense, fc, gate and proj of two layers: dequantized inside the GEMM
+    if model == "llama-fp8_rows":
+        assert [k["fully_connected"] for k in kernels] == [10, 10]  # a scale for each output is fused as one is
     if (model, moe) == ("v2-int4", "dense"):
         # Layer 0: dense, fc, gate, proj. Layer 1: dense, the shared experts' three, and the routed experts' fc and gate
         # as one stack each; their proj has a single group, which TensorRT dequantizes apart.
@@ -152,3 +159,25 @@ def test_fp8_blocks_stay_fp8_in_the_engine(tmp_path: Path) -> None:
     assert 0.5 < kept.weights_bytes / wide.weights_bytes < 0.55
     with pytest.raises(AssertionError, match="fp8_e4m3"):
         _build(tmp_path / "fp8", "v3-wide-fp8", "dense", "SM80")
+
+
+@pytest.mark.parametrize(
+    ("model", "moe", "sm", "sizes", "collectives"),
+    [
+        # The embedding, attention and the MLP of two layers; the head.
+        ("llama-int4", "dense", "SM80", (2, 1, 1, 1), {"allreduce": 5, "allgather": 1}),
+        # Of the one routed layer: experts' numbers, rows there, rows back.
+        ("v3-ranks-int4", "dense", "SM80", (2, 1, 2, 1), {"allreduce": 5, "allgather": 1, "alltoall": 3}),
+        pytest.param("v3-ranks-int4", "dense", "SM80", (4, 1, 2, 3), {"allreduce": 5, "alltoall": 3}, marks=slow),
+        pytest.param("v2-fp16", "gather", "SM120", (4, 1, 4, 0), {"allreduce": 5, "alltoall": 3}, marks=slow),
+        pytest.param("llama-fp16", "dense", "SM120", (2, 2, 1, 0), {"allreduce": 3}, marks=slow),
+        pytest.param("llama-fp16", "dense", "SM86", (2, 2, 1, 3), {"allreduce": 2, "allgather": 1}, marks=slow),
+    ],
+)
+def test_the_network_of_a_rank_builds(
+    model: str, moe: str, sm: str, sizes: tuple[int, ...], collectives: dict[str, int], tmp_path: Path
+) -> None:
+    text = _build(tmp_path, model, moe, sm, *sizes).read_bytes()
+    profiles = 1 if moe == "gather" else 2
+    for name, count in collectives.items():
+        assert text.count(f"comm_{name}={{".encode()) == count * profiles

@@ -16,8 +16,10 @@ import pytest
 from pipeline.checkpoint.architecture import parse_architecture
 from pipeline.checkpoint.tensors import RawTensor
 from pipeline.errors import CompatibilityError
+from pipeline.network import inputs
 from pipeline.network.inputs import network_inputs, network_outputs
 from pipeline.network.spec import NetworkSpec
+from pipeline.sharding import Parallel, Rank
 from tests import fixtures
 from tests.network import models
 
@@ -178,10 +180,40 @@ def test_the_spec_is_in_the_digest(change: dict[str, Any], v2: models.Model) -> 
     assert v2.program(**{"layers": (1, 2), **change}).digest() != v2.program(layers=(1, 2)).digest()
 
 
+def test_a_ranks_network_has_its_own_digest(llama: models.Model) -> None:
+    ranks = (Rank(), *Parallel(tensor=2).ranks)
+    assert len({llama.program(layers=(1, 2), rank=rank).digest() for rank in ranks}) == len(ranks)
+
+
+def test_a_rank_has_pools_of_its_own_heads(llama: models.Model, v2: models.Model) -> None:
+    spec = llama.spec(rank=Rank(Parallel(tensor=2, pipeline=3), 3))
+    assert [(pool.name, pool.axes) for pool in inputs.pools(llama.architecture, spec)] == [
+        ("k_pool_1", ("NB", 1, 8, 32)),
+        ("v_pool_1", ("NB", 1, 8, 32)),
+    ]
+    (pool,) = inputs.layer_pools(v2.architecture, v2.spec(rank=Rank(Parallel(tensor=4), 1)), 0)
+    assert pool.axes == ("NB", 1, 8, 80)
+
+
+def test_layers_of_another_stage_are_refused(llama: models.Model) -> None:
+    spec = llama.spec(rank=Rank(Parallel(pipeline=3), 1), layers=(0, 2))
+    with pytest.raises(CompatibilityError, match=r"layers \[0, 2\) is no slice of its stage's layers \[1, 2\)"):
+        spec.layer_range(llama.architecture)
+
+
+def test_a_model_that_does_not_divide_is_refused(llama: models.Model) -> None:
+    with pytest.raises(
+        CompatibilityError, match=r"tensor parallel size 4 does not divide .* 2 key/value heads"
+    ) as caught:
+        llama.program(rank=Rank(Parallel(tensor=4), 0))
+    assert caught.value.hint == "tensor sizes that would work: 1, 2"
+
+
 def test_a_spec_survives_json() -> None:
     for spec in (
         NetworkSpec(dtype="float16", max_seq_len=4096),
         NetworkSpec(dtype="bfloat16", max_seq_len=1, block_size=32, moe="gather", layers=(3, 7)),
+        NetworkSpec(dtype="bfloat16", max_seq_len=1, rank=Rank(Parallel(tensor=4, pipeline=2, expert=2), 5)),
     ):
         assert NetworkSpec.from_json(spec.to_json()) == spec
 

@@ -10,6 +10,7 @@ import pytest
 
 from pipeline.checkpoint.tensors import RawTensor
 from pipeline.errors import CompatibilityError
+from pipeline.network.graph import Graph
 from pipeline.network.kinds import KINDS
 from pipeline.network.readback import Node, Program, read_network
 
@@ -293,3 +294,27 @@ def test_every_kind_names_a_class_of_tensorrt() -> None:
     for name, kind in KINDS.items():
         assert hasattr(trt.LayerType, name)
         assert issubclass(getattr(trt, kind.layer), trt.ILayer)
+
+
+@pytest.mark.parametrize("op", ["all_reduce", "all_gather", "all_to_all"])
+def test_collectives(op: str, bench: Bench) -> None:
+    """TensorRT gives their number of ranks back and nothing else: the rest is in their metadata."""
+    graph = Graph(trt=bench.trt, network=bench.network, dtype="float16", prefix="layers.3.")
+    tensor = getattr(graph, op)("it", bench.input("x", (2, -1, 8)), (4, 5))
+    (node,) = bench.read().nodes
+    assert (node.kind, node.name, node.inputs) == ("dist_collective", "layers.3.it", ("x",))
+    assert node.attributes == {"op": op, "reduce": "sum" if op == "all_reduce" else "none", "ranks": [4, 5]}
+    assert tuple(tensor.shape)[1:] == (-1, 8)
+
+
+def test_a_collective_that_does_not_say_what_it_is(bench: Bench) -> None:
+    x, trt = bench.input("x", (-1, 8)), bench.trt
+    layer = bench.network.add_dist_collective(
+        x, trt.CollectiveOperation.ALL_REDUCE, trt.ReduceOperation.SUM, -1, np.array([0, 1])
+    )
+    layer.num_ranks = 2
+    with pytest.raises(CompatibilityError, match=r"collective it of 2 ranks has the metadata ''"):
+        bench.only(layer)
+    layer.metadata = '{"op": "all_reduce", "reduce": "sum", "ranks": [0, 1, 2]}'
+    with pytest.raises(CompatibilityError, match=r"collective it of 2 ranks"):
+        bench.only(layer)

@@ -11,9 +11,11 @@ import pytest
 import torch
 from safetensors.torch import load_file
 
+from pipeline.checkpoint.layouts.scales import SIGNATURES
 from pipeline.checkpoint.tensors import RawTensor, TensorSource
 from pipeline.errors import CheckpointError, CompatibilityError
 from pipeline.sharding import Parallel, Rank, experts, layers, slice_source
+from pipeline.sharding.spreading import FORMATS, GROUPED
 from tests import fixtures
 from tests.network import formats, models
 
@@ -239,3 +241,8 @@ def test_a_tensor_that_does_not_fit_is_refused_before_it_is_cut(model: Any) -> N
     odd = models.MemorySource({**made.source.raw, name: RawTensor.from_torch(torch.zeros(2))})
     with pytest.raises(CheckpointError, match=r"mlp\.fc\.zeros .* cannot be divided"):
         slice_source(odd, made.architecture, Rank(Parallel(tensor=2), 0))
+
+
+def test_every_format_of_a_checkpoint_has_a_rule() -> None:
+    assert FORMATS.keys() - {None} == {name for *_, name in SIGNATURES}
+    assert {"int4", "int4_fp8"} == GROUPED
