@@ -11,6 +11,9 @@ from pathlib import Path
 import pytest
 from hypothesis import settings
 
+from pipeline.checkpoint.convert import convert_checkpoint
+from pipeline.checkpoint.folder import CheckpointFolder
+from pipeline.workspace import FolderWorkspace
 from tests import fixtures
 
 # The same examples in every run, and none too slow: what a test takes depends on what runs beside it.
@@ -42,3 +45,11 @@ def deepseek_v2_lite_path(tmp_path_factory: pytest.TempPathFactory) -> Path:
         routed_scaling_factor=1.0,
         shards=1,
     )
+
+
+@pytest.fixture(scope="session")
+def converted_llama(llama_path: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """The engine checkpoint of it, in float16."""
+    folder = tmp_path_factory.mktemp("converted-llama")
+    convert_checkpoint(CheckpointFolder.open(llama_path), FolderWorkspace(folder), dtype="float16", overflow="clip")
+    return folder

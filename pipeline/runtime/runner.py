@@ -18,21 +18,18 @@ if TYPE_CHECKING:
 
     from pipeline.interpreter.numerics import Mode
     from pipeline.network.program import Program
+    from pipeline.sharding import Rank
 
 Inputs = Mapping[str, npt.NDArray[Any]]
 Blocks = dict[str, "torch.Tensor"]
 
 
-class Runner(Protocol):
+class Pools(Protocol):
     """Block ids run from 0 to the number allocated; block 0 is padding and belongs to no sequence."""
 
     def allocate(self, blocks: int) -> None:
         """Makes every pool anew with this many blocks, all zero: a pool must stay finite, since masked rows still
         multiply (0 * NaN)."""
-
-    def step(self, inputs: Inputs) -> torch.Tensor:
-        """One step: the int32 arrays of `steps.plan_step` → logits [N, V] float32 on the runner's device. The pools
-        are updated in place."""
 
     def copy_blocks(self, pairs: Sequence[tuple[int, int]]) -> None:
         """Copies blocks (from, to) in every pool; all are read before any is written."""
@@ -47,8 +44,23 @@ class Runner(Protocol):
         """After logits that are not finite: nothing of them may stay in the pools."""
 
 
-class InterpreterRunner:
-    """Steps of a whole network's program on the CPU. `mode` and the options are `interpreter.Interpreter`'s."""
+class Runner(Pools, Protocol):
+    """Of a whole model."""
+
+    def step(self, inputs: Inputs) -> torch.Tensor:
+        """One step: the int32 arrays of `steps.plan_step` → logits [N, V] float32 on the runner's device. The pools
+        are updated in place."""
+
+
+class RankRunner(Pools, Protocol):
+    """Of one rank of a parallel model."""
+
+    def step(self, inputs: Inputs) -> torch.Tensor | None:
+        """As Runner.step, of all ranks together; None where the rank is of an earlier pipeline stage."""
+
+
+class InterpreterPools:
+    """The block pools of a network's program on the CPU."""
 
     def __init__(
         self, program: Program, *, mode: Mode, optimize: bool = True, resident_bytes: int | None = None
@@ -56,11 +68,6 @@ class InterpreterRunner:
         from pipeline.interpreter.interpreter import Interpreter
 
         outputs = {spec.name for spec in program.outputs}
-        if ports.LOGITS not in outputs:
-            raise CompatibilityError(
-                f"a network with the outputs {', '.join(sorted(outputs))} gives no logits",
-                hint="a slice of layers is run with the interpreter itself",
-            )
         self.interpreter = Interpreter(program, mode=mode, optimize=optimize, resident_bytes=resident_bytes)
         self._pool_specs = [spec for spec in program.inputs if spec.name + ports.POOL_OUTPUT_SUFFIX in outputs]
         self.pools: Blocks = {}
@@ -75,15 +82,11 @@ class InterpreterRunner:
             held = self.interpreter.numerics.held(spec.dtype)
             self.pools[spec.name] = torch.zeros((blocks, *spec.shape[1:]), dtype=held)
 
-    def step(self, inputs: Inputs) -> torch.Tensor:
-        return self.run(inputs)[ports.LOGITS]
-
-    def run(self, inputs: Inputs, *, taps: Sequence[str] = ()) -> dict[str, torch.Tensor]:
-        """A step with everything it makes: the outputs, and any other tensors by name."""
+    def feed(self, inputs: Inputs) -> dict[str, torch.Tensor]:
+        """A step's inputs and the pools, as the interpreter takes them."""
         import torch
 
-        feeds = {name: torch.from_numpy(array) for name, array in inputs.items()}
-        return self.interpreter.run({**feeds, **self.pools}, taps=taps)
+        return {**{name: torch.from_numpy(array) for name, array in inputs.items()}, **self.pools}
 
     def copy_blocks(self, pairs: Sequence[tuple[int, int]]) -> None:
         sources, targets = [a for a, _ in pairs], [b for _, b in pairs]
@@ -100,3 +103,38 @@ class InterpreterRunner:
     def zero_blocks(self, blocks: Sequence[int]) -> None:
         for pool in self.pools.values():
             pool[list(blocks)] = 0
+
+
+class InterpreterRunner(InterpreterPools):
+    """Steps of a whole network's program on the CPU. `mode` and the options are `interpreter.Interpreter`'s."""
+
+    def __init__(
+        self, program: Program, *, mode: Mode, optimize: bool = True, resident_bytes: int | None = None
+    ) -> None:
+        outputs = {spec.name for spec in program.outputs}
+        if ports.LOGITS not in outputs:
+            raise CompatibilityError(
+                f"a network with the outputs {', '.join(sorted(outputs))} gives no logits",
+                hint="a slice of layers is run with the interpreter itself",
+            )
+        super().__init__(program, mode=mode, optimize=optimize, resident_bytes=resident_bytes)
+
+    def step(self, inputs: Inputs) -> torch.Tensor:
+        return self.run(inputs)[ports.LOGITS]
+
+    def run(self, inputs: Inputs, *, taps: Sequence[str] = ()) -> dict[str, torch.Tensor]:
+        """A step with everything it makes: the outputs, and any other tensors by name."""
+        return self.interpreter.run(self.feed(inputs), taps=taps)
+
+
+class RankInterpreterRunner(InterpreterPools):
+    """The same of one rank's program (RankRunner), in a process that has joined the others (interpreter.ranks)."""
+
+    def __init__(self, program: Program, rank: Rank, *, mode: Mode, resident_bytes: int | None = None) -> None:
+        from pipeline.interpreter.ranks import RankInterpreter
+
+        super().__init__(program, mode=mode, resident_bytes=resident_bytes)
+        self._rank = RankInterpreter(self.interpreter, rank)
+
+    def step(self, inputs: Inputs) -> torch.Tensor | None:
+        return self._rank.run(self.feed(inputs)).get(ports.LOGITS)

@@ -38,15 +38,15 @@ def digest(package: Path) -> dict[str, str]:
 
 
 @pytest.fixture(scope="module")
-def package(converted: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
-    return emit(tmp_path_factory.mktemp("rehearsal"), converted)
+def package(converted_llama: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
+    return emit(tmp_path_factory.mktemp("rehearsal"), converted_llama)
 
 
 @pytest.fixture(scope="module")
-def server(package: Path, converted: Path, tmp_path_factory: pytest.TempPathFactory) -> Iterator[TritonServer]:
+def server(package: Path, converted_llama: Path, tmp_path_factory: pytest.TempPathFactory) -> Iterator[TritonServer]:
     before = digest(package)
     log = tmp_path_factory.mktemp("log") / "triton.log"
-    server = rehearse(find_installation(), package, checkpoint=converted, mode="exact", log=log, grace=1)
+    server = rehearse(find_installation(), package, checkpoint=converted_llama, mode="exact", log=log, grace=1)
     with server:
         server.start(300)
         yield server
@@ -60,8 +60,8 @@ def client(server: TritonServer) -> Iterator[Client]:
 
 
 @pytest.fixture(scope="module")
-def runner(converted: Path) -> InterpreterRunner:
-    checkpoint = CheckpointFolder.open(converted)
+def runner(converted_llama: Path) -> InterpreterRunner:
+    checkpoint = CheckpointFolder.open(converted_llama)
     spec = NetworkSpec(dtype="float16", block_size=16, max_seq_len=128)
     return InterpreterRunner(read_program(checkpoint, checkpoint.architecture, spec), mode="exact")
 

@@ -91,8 +91,8 @@ def parameters(config: Any) -> dict[str, str]:
 
 
 @pytest.fixture(scope="module")
-def package(converted: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
-    return emit(tmp_path_factory.mktemp("tensorrtllm"), converted)
+def package(converted_llama: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
+    return emit(tmp_path_factory.mktemp("tensorrtllm"), converted_llama)
 
 
 def test_the_backend_is_told_what_it_reads(package: Path) -> None:
@@ -129,25 +129,25 @@ def test_the_text_path_asks_through_triton(package: Path) -> None:
 
 
 @pytest.mark.parametrize("name", SETTINGS)
-def test_settings_reach_the_backend(name: str, converted: Path, tmp_path: Path) -> None:
+def test_settings_reach_the_backend(name: str, converted_llama: Path, tmp_path: Path) -> None:
     value, key, told = SETTINGS[name]
     config = make_config(package={"tensorrt_llm": {name: value}}, weight_streaming=name == "gpu_weights_percent")
-    assert parameters(read(emit(tmp_path, converted, config)))[key] == told
+    assert parameters(read(emit(tmp_path, converted_llama, config)))[key] == told
 
 
 def test_every_setting_has_a_test() -> None:
     assert SETTINGS.keys() | OTHERWISE == TensorRTLLMServing.model_fields.keys()
 
 
-def test_settings_of_other_models(converted: Path, tmp_path: Path) -> None:
+def test_settings_of_other_models(converted_llama: Path, tmp_path: Path) -> None:
     config = make_config(package={"tensorrt_llm": {"bls_instances": 2, "max_queue_delay_microseconds": 500}})
-    package = emit(tmp_path, converted, config)
+    package = emit(tmp_path, converted_llama, config)
     assert read(package, "tensorrt_llm_bls").instance_group[0].count == 2
     assert read(package).dynamic_batching.max_queue_delay_microseconds == 500
 
 
-def test_logits_have_the_engines_type(converted: Path, tmp_path: Path) -> None:
-    package = emit(tmp_path, converted, make_config(tensorrt_llm={"logits_dtype": "float16"}))
+def test_logits_have_the_engines_type(converted_llama: Path, tmp_path: Path) -> None:
+    package = emit(tmp_path, converted_llama, make_config(tensorrt_llm={"logits_dtype": "float16"}))
     for model in ("tensorrt_llm", "ensemble", "tensorrt_llm_bls"):
         config = read(package, model)
         types = {t.name: t.data_type for t in (*config.input, *config.output) if t.name.endswith("_logits")}
@@ -156,10 +156,10 @@ def test_logits_have_the_engines_type(converted: Path, tmp_path: Path) -> None:
         assert len(types) == 2
 
 
-def test_an_engine_that_changed_is_refused(converted: Path, tmp_path: Path) -> None:
+def test_an_engine_that_changed_is_refused(converted_llama: Path, tmp_path: Path) -> None:
     config = make_config()
     build = write_build(tmp_path / "build", config)
     (build / "engine" / "rank0.engine").write_bytes(b"another engine")
     with pytest.raises(PackageError, match=r"rank0\.engine changed since the build"):
-        emit_repository(tmp_path / "package", config=config, build=build, checkpoint=converted)
+        emit_repository(tmp_path / "package", config=config, build=build, checkpoint=converted_llama)
     assert not (tmp_path / "package").exists()
