@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 from dataclasses import asdict, dataclass
 from pathlib import Path
+from typing import Any
 
 from pipeline.checkpoint.casting import Losses
 
@@ -17,7 +18,7 @@ ShardLosses = dict[str, Losses]  # target tensor -> what its cast lost; only ten
 class ConversionReport:
     """`casts` counts source tensors per change of type; `overflow` (number clipped, largest magnitude) and `underflow`
     (non-zeros that became zero) are per target tensor, only where there were any; `unused` are source tensors that
-    nothing reads."""
+    nothing reads. `foreign`: of a source that another tool has quantized, what its linears became."""
 
     dtype: str
     tensors: int
@@ -28,6 +29,7 @@ class ConversionReport:
     underflow: dict[str, int]
     unused: list[str]
     shards: list[str]
+    foreign: dict[str, Any] | None = None
 
     def write(self, path: Path) -> None:
         path.write_text(json.dumps(asdict(self), indent=2) + "\n", encoding="utf-8")

@@ -2,7 +2,8 @@
 
 A target tensor is its sources' bytes one after the other, so each passes through one small buffer from the source's
 mapping to the file. Weights in FP8 blocks stay so with their scales, unless a type is asked for: then they are
-multiplied out on the way. A shard is a step that a killed run need not repeat.
+multiplied out on the way. What another tool has quantized stays as it is in those of our formats that hold it. A shard
+is a step that a killed run need not repeat.
 """
 
 from __future__ import annotations
@@ -19,11 +20,15 @@ from pipeline.checkpoint.casting import FLOATS, Caster, Losses
 from pipeline.checkpoint.conversion_report import REPORT, ConversionReport, ShardLosses
 from pipeline.checkpoint.engine_config import OWN_KEY, write_converted
 from pipeline.checkpoint.folder import CONFIG, CheckpointFolder
-from pipeline.checkpoint.layouts import Mapping, layout_for
-from pipeline.checkpoint.layouts.scales import BLOCK, FP8, source_scale
+from pipeline.checkpoint.foreign.config import write_held
+from pipeline.checkpoint.foreign.folder import ForeignFolder
+from pipeline.checkpoint.foreign.methods import find_method
+from pipeline.checkpoint.layouts import Mapping
+from pipeline.checkpoint.layouts.scales import BLOCK, FP8, INT8, source_scale
 from pipeline.checkpoint.layouts.scales import ROLE as SCALES
 from pipeline.checkpoint.safetensors_file import SafetensorsWriter
 from pipeline.checkpoint.shards import MAX_SHARD, METADATA, Shard, plan_shards, write_index
+from pipeline.checkpoint.source import Source, open_source
 from pipeline.checkpoint.tensors import DTYPES, SAFETENSORS_DTYPE, TensorInfo
 from pipeline.errors import CheckpointError, ConfigError
 from pipeline.progress import SILENT, Progress
@@ -32,28 +37,30 @@ from pipeline.workspace import Workspace
 if TYPE_CHECKING:
     import numpy.typing as npt
 
+EXACT = "exact"
 LOSSES = "losses"  # folder of per-shard results in the workspace, gone when the conversion is whole
 
 
 def convert_checkpoint(
-    source: CheckpointFolder,
+    folder: CheckpointFolder,
     workspace: Workspace,
     *,
     dtype: str | None,
     overflow: str,
+    foreign: str = EXACT,
     progress: Progress = SILENT,
     max_shard: int = MAX_SHARD,
 ) -> ConversionReport:
     """Writes the engine checkpoint into the workspace's folder and returns what `conversion.json` says.
 
     `dtype` is float16, bfloat16 or float32; None keeps FP8 blocks, and for the rest the type of most of its bytes.
-    `overflow` is "refuse", which raises CheckpointError naming the worst tensor, or "clip". Also raises CheckpointError
-    for tensors that are missing, misshapen, unknown, not finite, or of no type that is read; StoreError where the disk
-    is too small.
+    `overflow` is "refuse", which raises CheckpointError naming the worst tensor, or "clip". `foreign` says what becomes
+    of linears that another tool has quantized to what no format of ours holds: "exact" raises CheckpointError,
+    "dequantize" writes them in 16 bits and counts them. Also raises CheckpointError for tensors that are missing,
+    misshapen, unknown, not finite, or of no type that is read; StoreError where the disk is too small.
     """
-    _check_settings(source, dtype, overflow)
-    mappings, unused = layout_for(source.architecture).match(source.tensors, str(source.path))
-    target = SAFETENSORS_DTYPE[dtype] if dtype else _pick_dtype(source, mappings)
+    _check_settings(folder, dtype, overflow)
+    source, mappings, unused, target = open_source(folder, dtype, exact=foreign == EXACT)
     fp8 = any(mapping.role == SCALES for mapping in mappings)
     keeps_fp8 = fp8 and dtype is None
     if not keeps_fp8:
@@ -81,13 +88,18 @@ def convert_checkpoint(
         underflow={name: each.underflow for name, each in losses.items() if each.underflow},
         unused=unused,
         shards=[shard.name for shard in shards],
+        foreign=source.describe() if isinstance(source, ForeignFolder) else None,
     )
-    folder = workspace.path
-    config = write_converted(source, folder, report.dtype, is_cast=bool(report.casts), has_fp8=fp8, keeps_fp8=keeps_fp8)
-    written = [write_index(folder, shards), config, *source.copy_companions(folder)]
-    report.write(folder / REPORT)
-    workspace.finish(REPORT, [*written, folder / REPORT])
-    shutil.rmtree(folder / LOSSES)
+    path = workspace.path
+    config = write_converted(folder, path, report.dtype, is_cast=bool(report.casts), has_fp8=fp8, keeps_fp8=keeps_fp8)
+    if isinstance(source, ForeignFolder):
+        write_held(source, config)
+        for note in source.notes():
+            progress.note(note)
+    written = [write_index(path, shards), config, *folder.copy_companions(path)]
+    report.write(path / REPORT)
+    workspace.finish(REPORT, [*written, path / REPORT])
+    shutil.rmtree(path / LOSSES)
     return report
 
 
@@ -100,7 +112,7 @@ class _Job:
 
     def __init__(
         self,
-        source: CheckpointFolder,
+        source: Source,
         mappings: Sequence[Mapping],
         types: AbstractMapping[str, str],
         *,
@@ -160,7 +172,12 @@ class _Job:
 
     def _pieces(self, part: str, target: str, lost: Losses) -> Iterator[npt.NDArray[Any]]:
         """The bytes of one source tensor in the target's type."""
-        raw, name = self.source.read(part), f"{self.source.file_of(part)}: {part}"
+        name = f"{self.source.file_of(part)}: {part}"
+        if isinstance(self.source, ForeignFolder) and (tiles := self.source.tiles(part)) is not None:
+            return self.casters[target].run_values(name, tiles, lost)
+        raw = self.source.read(part)
+        if target == INT8:
+            return iter((raw.data,))
         if target == FP8:
             return iterate_kept(name, raw)
         if raw.dtype == FP8:
@@ -192,10 +209,11 @@ def _check_settings(source: CheckpointFolder, dtype: str | None, overflow: str) 
         raise ConfigError(f"convert: overflow {overflow!r} is neither refuse nor clip")
     if OWN_KEY in source.config:
         raise CheckpointError(f"{source.path} is an engine checkpoint already", hint="model.path must name a HF folder")
-    check_config(source.config, str(source.path / CONFIG))
+    if find_method(source) is None:
+        check_config(source.config, str(source.path / CONFIG))
 
 
-def _target_type(source: CheckpointFolder, mapping: Mapping, target: str, *, keeps_fp8: bool) -> str:
+def _target_type(source: Source, mapping: Mapping, target: str, *, keeps_fp8: bool) -> str:
     """The type that a mapping's target is written in. Raises CheckpointError for FP8 that cannot be kept."""
     stored = {source.tensors[name].dtype for name in mapping.sources}
     if len(stored) == 1 and not mapping.cast:
@@ -210,19 +228,3 @@ def _target_type(source: CheckpointFolder, mapping: Mapping, target: str, *, kee
             hint="set stages.convert.dtype: bfloat16, which multiplies the blocks out",
         )
     return FP8
-
-
-def _pick_dtype(source: CheckpointFolder, mappings: Sequence[Mapping]) -> str:
-    """The float type of most bytes, but for FP8 and what is never cast: the model's own, whatever config.json says."""
-    sizes: Counter[str] = Counter()
-    for mapping in mappings:
-        for name in mapping.sources if mapping.cast else ():
-            if source.tensors[name].dtype != FP8:
-                sizes[source.tensors[name].dtype] += source.tensors[name].nbytes
-    name = sizes.most_common(1)[0][0]
-    if name not in FLOATS:
-        raise CheckpointError(
-            f"{source.path}: most weights are {name}; read are {', '.join(FLOATS)}",
-            hint="take the model's 16-bit weights",
-        )
-    return name

@@ -26,6 +26,12 @@ class Convert(Section):
     overflow: Literal["refuse", "clip"] = Field(
         default="refuse", description="When a weight exceeds the type's range: stop with its name, or clip and count."
     )
+    foreign: Literal["exact", "dequantize"] = Field(
+        default="exact",
+        description="Of a model that is quantized already (AWQ, GPTQ, compressed-tensors, modelopt), linears that no "
+        "format of the engine holds: stop with the first and why, or write them in 16 bits and name them in "
+        "conversion.json.",
+    )
 
 
 class TextFile(Section):

@@ -3,7 +3,8 @@
 The engine checkpoint is mapped back to Hugging Face names by the layout's backward direction, one tensor at a time, and
 held against the source file itself. Where the type changed, the source is cast once more, by this module and not by the
 converter, and must equal what was stored. FP8 blocks that were multiplied out are multiplied out again here, value by
-value from the format's definition and block by block.
+value from the format's definition and block by block. What another tool has quantized must stand for the same matrix,
+to the last bit, and round its input in the same steps; or be that matrix in the model's type.
 """
 
 from __future__ import annotations
@@ -13,6 +14,7 @@ from typing import TYPE_CHECKING
 
 from pipeline.checkpoint.layouts import layout_for
 from pipeline.checkpoint.layouts.scales import BLOCK, FP8, scale_mapping, source_scale
+from pipeline.evaluation.foreign_weights import compare_foreign, open_foreign
 
 if TYPE_CHECKING:
     import torch
@@ -36,9 +38,15 @@ def prove_conversion(source: CheckpointFolder, engine: CheckpointFolder, progres
     """Compares every mapped tensor; reads each once, so memory is one tensor's."""
     tensors = elements = clipped = 0
     differing: dict[str, int] = {}
-    layout = layout_for(source.architecture)
+    layout, foreign = layout_for(source.architecture), open_foreign(source)
     progress.start("conversion proof", sum(info.nbytes for info in source.tensors.values()), "B")
     for mapping in layout.mappings():
+        if foreign is not None and (wrongs := compare_foreign(foreign, engine, mapping)) is not None:
+            tensors += len(wrongs)
+            elements += mapping.elements
+            differing |= {name: wrong for name, wrong in wrongs.items() if wrong}
+            progress.advance(sum(foreign.count_bytes(name) for name in mapping.sources))
+            continue
         if mapping.target not in engine.tensors:
             if not mapping.optional or any(name in source.tensors for name in mapping.sources):
                 differing.update({name: -1 for name in mapping.sources if name in source.tensors})

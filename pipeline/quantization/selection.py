@@ -78,6 +78,8 @@ FORMATS = {
     "int8": FormatRow(quant_algo="W8A16", bits=8, per="channel"),
     "int8_sq": FormatRow(quant_algo="W8A8_SQ_PER_CHANNEL", bits=8, per="channel", static_inputs=True),
 }
+# Formats of others' checkpoints, which no method makes.
+FOREIGN_FORMATS = {"fp8_rows": FormatRow(quant_algo="FP8_PER_CHANNEL", bits=8, per="channel")}
 METHODS = {
     "awq": MethodRow(format="int4", measures=True),
     "awq_gptq": MethodRow(format="int4", measures=True, moments=True),
@@ -204,7 +206,7 @@ NOTHING = Rules(method=NONE, include=())
 
 def name_algo(formats: Iterable[str]) -> str:
     """TensorRT-LLM's name of what these formats are together."""
-    algos = {FORMATS[name].quant_algo for name in formats}
+    algos = {(FORMATS | FOREIGN_FORMATS)[name].quant_algo for name in formats}
     return algos.pop() if len(algos) == 1 else MIXED
 
 

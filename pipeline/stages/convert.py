@@ -35,7 +35,12 @@ def _run(context: StageContext) -> None:
     settings = context.config.stages.convert
     source = CheckpointFolder.open(context.config.model.path)
     convert_checkpoint(
-        source, context.workspace, dtype=settings.dtype, overflow=settings.overflow, progress=context.progress
+        source,
+        context.workspace,
+        dtype=settings.dtype,
+        overflow=settings.overflow,
+        foreign=settings.foreign,
+        progress=context.progress,
     )
 
 

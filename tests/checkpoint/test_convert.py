@@ -249,10 +249,11 @@ def test_sources_that_are_not_read_are_refused(llama_path: Path, tmp_path: Path)
     convert(llama_path, tmp_path / "engine")
     with pytest.raises(CheckpointError, match="engine checkpoint already"):
         convert(tmp_path / "engine", tmp_path / "again")
-    gptq = {"quant_method": "gptq", "bits": 4}
-    quantized = fixtures.llama(tmp_path / "gptq", quantization_config=gptq, num_hidden_layers=1)
-    with pytest.raises(CheckpointError, match=r"quantized \(gptq\)"):
-        convert(quantized, tmp_path / "again")
+    for method, message in (("hqq", r"quantized \(hqq\)"), ("gptq", "is gptq, but no linear of .* is quantized")):
+        stated = {"quant_method": method, "bits": 4}
+        quantized = fixtures.llama(tmp_path / method, quantization_config=stated, num_hidden_layers=1)
+        with pytest.raises(CheckpointError, match=message):
+            convert(quantized, tmp_path / "again")
 
     def narrow(tensors: fixtures.Tensors) -> None:
         name = "model.layers.0.mlp.up_proj.weight"

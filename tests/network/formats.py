@@ -41,6 +41,17 @@ def fp8(weight: torch.Tensor, amax: float, step: float, prescale: torch.Tensor) 
     return Stored({"weight": q, WEIGHT: scale, STEP: torch.tensor([step])}, q.float() * scale)
 
 
+def fp8_rows(weight: torch.Tensor, amax: float, step: float, prescale: torch.Tensor) -> Stored:
+    scales = weight.float().abs().amax(1) / FP8_MAX
+    q = (weight.float() / scales[:, None]).to(torch.float8_e4m3fn)
+    return Stored({"weight": q, CHANNEL: scales, STEP: torch.tensor([step])}, q.float() * scales[:, None])
+
+
+def fp8_wide_inputs(weight: torch.Tensor, amax: float, step: float, prescale: torch.Tensor) -> Stored:
+    stored = fp8_rows(weight, amax, step, prescale)
+    return Stored({kind: t for kind, t in stored.tensors.items() if kind != STEP}, stored.matrix)
+
+
 def int8(weight: torch.Tensor, amax: float, step: float, prescale: torch.Tensor) -> Stored:
     scales = weight.float().abs().amax(1) / INT8_MAX
     q = (weight.float() / scales[:, None]).round().to(torch.int8)
@@ -62,6 +73,8 @@ def int4(weight: torch.Tensor, amax: float, step: float, prescale: torch.Tensor)
 
 STORE: dict[str, Callable[[torch.Tensor, float, float, torch.Tensor], Stored]] = {
     "fp8": fp8,
+    "fp8_rows": fp8_rows,
+    "fp8_wide_inputs": fp8_wide_inputs,
     "int8": int8,
     "int8_sq": int8_sq,
     "int4": int4,

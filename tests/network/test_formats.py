@@ -30,6 +30,9 @@ MIXED_ROUTED = {"o_proj|q_a_proj": "fp8", r"experts.*gate_proj": "fp8", r"expert
 Write = Callable[..., Path]
 CASES: dict[str, tuple[Write, dict[str, str], dict[str, object]]] = {
     **{f"llama-{kind}": (fixtures.llama, {ALL: kind}, {"mlp_bias": True}) for kind in ("fp8", "int8", "int8_sq")},
+    "qwen2-fp8_rows": (fixtures.qwen2, {ALL: "fp8_rows"}, {"dtype": "float16"}),
+    "moe-fp8_rows": (fixtures.deepseek_moe, {ALL: "fp8_rows"}, {}),
+    "moe-fp8_wide_inputs": (fixtures.deepseek_moe, {ALL: "fp8_wide_inputs"}, {"num_hidden_layers": 2}),
     "qwen2-fp8": (fixtures.qwen2, {ALL: "fp8"}, {"dtype": "float16"}),
     "qwen2-int8_sq": (fixtures.qwen2, {ALL: "int8_sq"}, {"dtype": "float16"}),
     "v2-fp8": (fixtures.deepseek_v2, {LATENT: "fp8"}, {"dtype": "float16"}),
@@ -49,7 +52,13 @@ def _load(name: str, path: Path) -> models.Model:
 
 @pytest.mark.parametrize(
     ("name", "moe"),
-    [*((name, "dense") for name in CASES), ("v2-int8_sq", "gather"), ("v3-fp8", "gather"), ("v3-mixed", "gather")],
+    [
+        *((name, "dense") for name in CASES),
+        ("v2-int8_sq", "gather"),
+        ("v3-fp8", "gather"),
+        ("moe-fp8_rows", "gather"),
+        ("v3-mixed", "gather"),
+    ],
 )
 def test_dequantized_weights_give_the_logits_of_transformers(name: str, moe: str, tmp_path: Path) -> None:
     model = _load(name, tmp_path / "hf")
@@ -73,6 +82,8 @@ def _round(x: torch.Tensor, step: float, kind: str) -> torch.Tensor:
     [
         ("llama-fp8", "dense", 3 * 5),
         ("llama-int8_sq", "dense", 3 * 5),
+        ("qwen2-fp8_rows", "dense", 3 * 5),
+        ("moe-fp8_wide_inputs", "dense", 0),
         ("v2-fp8", "gather", 3 * 3 + 3 + 2 * 6),
         ("v3-int8_sq", "dense", 3 * 3 + 3 + 2 * 6),
         ("v3-mixed", "dense", 2 * 2 + 2 + 2),

@@ -1,0 +1,1 @@
+"""Checkpoints that other tools have quantized: what their tensors mean, and which of our formats hold it."""

@@ -1,0 +1,229 @@
+"""Which of our formats holds a foreign linear, to the last number, and what the linear's tensors are in it.
+
+An engine's linear may be several of the source's (q, k and v), one below the other: then all of them must be of one
+format, and what belongs to their one input must be the same in all.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from typing import TYPE_CHECKING
+
+from pipeline.checkpoint.foreign.linear import STATIC, ForeignLinear
+from pipeline.checkpoint.layouts.scales import (
+    ACTIVATION_SCALES,
+    BLOCK,
+    BLOCK_SCALES,
+    CHANNEL_SCALES,
+    FP8,
+    INT8,
+    PRESCALE,
+    WEIGHT_SCALES,
+    count_blocks,
+)
+from pipeline.checkpoint.tensors import DTYPES
+
+if TYPE_CHECKING:
+    import torch
+
+# Of INT4, as TensorRT dequantizes it inside a GEMM; a larger group is several of them with one scale.
+GROUPS = (128, 64, 32)
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Held:
+    """`format` is a key of quantization.selection.FORMATS; `group` inputs per scale of INT4; `rounds`: its input is
+    rounded too. rounded: the largest relative change that the model's type makes to float32 INT4 scales."""
+
+    format: str
+    group: int | None = None
+    rounds: bool = False
+    prescaled: bool = False
+    rounded: float = 0.0
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Part:
+    """One tensor of a linear in one of our formats: what follows its name, its type, and how it is made. `once`: of
+    linears in one, it is the first's."""
+
+    kind: str
+    dtype: str
+    shape: tuple[int, ...]
+    read: Callable[[], torch.Tensor]
+    once: bool = False
+
+
+def hold(linears: Sequence[ForeignLinear], dtype: str) -> Held | str:
+    """How one linear of the engine, made of these, is held in a model of type `dtype` ("F16", …); or why it cannot be.
+    Reads scales, zero points and orders, not the weights."""
+    first = linears[0]
+    if any((each.kind, each.inputs) != (first.kind, first.inputs) for each in linears):
+        return f"{_join(linears)} become one linear, and are of different formats"
+    if any(each.has_offset() for each in linears):
+        return "has zero points; the engine's INT4 and INT8 are symmetric"
+    if not all(each.is_in_order() for each in linears):
+        return "has its groups scattered over the inputs (act-order); an engine's lie side by side"
+    if (reason := _find_split_input(linears, dtype)) is not None:
+        return reason
+    return HOLD[first.kind](linears, dtype)
+
+
+def _hold_int4(linears: Sequence[ForeignLinear], dtype: str) -> Held | str:
+    first = linears[0]
+    if first.inputs == STATIC:
+        return "has INT4 weights and inputs of 8 bits"
+    if any(each.shape[0] % 2 for each in linears):
+        return "has an odd number of outputs; two share a byte"
+    sizes = {each.group for each in linears}
+    group = next((size for size in GROUPS if all(each % size == 0 for each in sizes)), None)
+    if group is None:
+        return f"has groups of {', '.join(map(str, sorted(sizes)))}; the engine's are of {', '.join(map(str, GROUPS))}"
+    rounded = 0.0
+    for each in linears:
+        scales = each.scales()
+        change = float(((_round(scales, dtype) - scales).abs() / scales.abs().clamp_min(1e-38)).max())
+        if not change < 2**-7:  # NaN too
+            return f"has scales that {DTYPES[dtype][1]} cannot hold"
+        if change and each.scale_type != "F32":
+            return f"has {DTYPES[each.scale_type][1]} scales that are none of {DTYPES[dtype][1]}, the model's type"
+        rounded = max(rounded, change)
+    return Held(format="int4", group=group, prescaled=first.prescale is not None, rounded=rounded)
+
+
+def _hold_int8(linears: Sequence[ForeignLinear], dtype: str) -> Held | str:
+    first = linears[0]
+    if any(each.grid[1] > 1 for each in linears):
+        return "has INT8 scales for groups of inputs; the engine's are for each output"
+    if first.inputs == STATIC:
+        return Held(format="int8_sq", rounds=True, prescaled=first.prescale is not None)
+    if first.prescale is not None:
+        return "has INT8 weights alone, and a scale of its inputs"
+    return Held(format="int8")
+
+
+def _hold_fp8(linears: Sequence[ForeignLinear], dtype: str) -> Held | str:
+    import torch
+
+    first = linears[0]
+    if first.prescale is not None:
+        return "has FP8 weights, and a scale of its inputs"
+    if any(each.is_blocked != first.is_blocked for each in linears):
+        return f"{_join(linears)} become one linear, and only some have FP8 scales of blocks"
+    if first.is_blocked:
+        if any(each.shape[0] % BLOCK for each in linears[:-1]):
+            return f"{_join(linears)} become one linear, and their rows are no multiples of {BLOCK}, FP8's blocks"
+        return Held(format="fp8_blocks")
+    if any(each.grid[1] > 1 for each in linears):
+        return "has FP8 scales for groups of inputs"
+    scales = torch.cat([each.scales().reshape(-1) for each in linears])
+    rounds = first.inputs == STATIC
+    return Held(format="fp8" if rounds and bool((scales == scales[0]).all()) else "fp8_rows", rounds=rounds)
+
+
+HOLD: dict[str, Callable[[Sequence[ForeignLinear], str], Held | str]] = {
+    "int4": _hold_int4,
+    "int8": _hold_int8,
+    "fp8": _hold_fp8,
+}
+
+
+def _find_split_input(linears: Sequence[ForeignLinear], dtype: str) -> str | None:
+    """What keeps linears that read one input from being one."""
+    import torch
+
+    vectors = [each.prescale().float() for each in linears if each.prescale is not None]
+    if len(vectors) not in (0, len(linears)) or any(not torch.equal(each, vectors[0]) for each in vectors):
+        return f"{_join(linears)} become one linear, and scale its input differently"
+    if vectors and not torch.equal(_round(vectors[0], dtype), vectors[0]):
+        return f"scales its input by numbers that are none of {DTYPES[dtype][1]}, the model's type"
+    steps = {float(each.input_scale()) for each in linears if each.input_scale is not None}
+    if len(steps) > 1:
+        return f"{_join(linears)} become one linear, and round its input differently"
+    return None
+
+
+def list_parts(linear: ForeignLinear, held: Held, dtype: str) -> list[Part]:
+    """The tensors of one of the source's linears in the format that holds it."""
+    columns = linear.shape[1]
+    parts = TENSORS[held.format](linear, held, dtype)
+    if held.prescaled and linear.prescale is not None:
+        vector = linear.prescale
+        parts.append(Part(kind=PRESCALE, dtype=dtype, shape=(columns,), once=True, read=lambda: _cast(vector(), dtype)))
+    if held.rounds and linear.input_scale is not None:
+        parts.append(Part(kind=ACTIVATION_SCALES, dtype="F32", shape=(1,), once=True, read=linear.input_scale))
+    return parts
+
+
+def _int4(linear: ForeignLinear, held: Held, dtype: str) -> list[Part]:
+    rows, columns = linear.shape
+    count = columns // (held.group or columns)
+
+    def packed() -> torch.Tensor:
+        from pipeline.quantization.int4 import pack
+
+        return pack(linear.numbers().contiguous())
+
+    def scales() -> torch.Tensor:
+        return _round(linear.scales(), dtype).repeat_interleave(count // linear.grid[1], 1)
+
+    return [
+        Part(kind="weight", dtype=INT8, shape=(rows // 2, columns), read=packed),
+        Part(kind=WEIGHT_SCALES, dtype="F32", shape=(rows, count), read=scales),
+    ]
+
+
+def _int8(linear: ForeignLinear, held: Held, dtype: str) -> list[Part]:
+    rows = linear.shape[0]
+    kind = WEIGHT_SCALES if held.format == "int8_sq" else CHANNEL_SCALES
+    return [
+        Part(kind="weight", dtype=INT8, shape=linear.shape, read=linear.numbers),
+        Part(kind=kind, dtype="F32", shape=(rows,), read=lambda: linear.scales().expand(rows, 1)[:, 0]),
+    ]
+
+
+def _fp8(linear: ForeignLinear, held: Held, dtype: str) -> list[Part]:
+    return [
+        Part(kind="weight", dtype=FP8, shape=linear.shape, read=linear.numbers),
+        Part(kind=WEIGHT_SCALES, dtype="F32", shape=(1,), once=True, read=lambda: linear.scales().reshape(-1)[:1]),
+    ]
+
+
+def _fp8_rows(linear: ForeignLinear, held: Held, dtype: str) -> list[Part]:
+    rows = linear.shape[0]
+    return [
+        Part(kind="weight", dtype=FP8, shape=linear.shape, read=linear.numbers),
+        Part(kind=CHANNEL_SCALES, dtype="F32", shape=(rows,), read=lambda: linear.scales().expand(rows, 1)[:, 0]),
+    ]
+
+
+def _fp8_blocks(linear: ForeignLinear, held: Held, dtype: str) -> list[Part]:
+    return [
+        Part(kind="weight", dtype=FP8, shape=linear.shape, read=linear.numbers),
+        Part(kind=BLOCK_SCALES, dtype="F32", shape=count_blocks(linear.shape), read=linear.scales),
+    ]
+
+
+TENSORS: dict[str, Callable[[ForeignLinear, Held, str], list[Part]]] = {
+    "int4": _int4,
+    "int8": _int8,
+    "int8_sq": _int8,
+    "fp8": _fp8,
+    "fp8_rows": _fp8_rows,
+    "fp8_blocks": _fp8_blocks,
+}
+
+
+def _cast(values: torch.Tensor, dtype: str) -> torch.Tensor:
+    import torch
+
+    return values.to(getattr(torch, DTYPES[dtype][1]))
+
+
+def _round(values: torch.Tensor, dtype: str) -> torch.Tensor:
+    return _cast(values, dtype).float()
+
+
+def _join(linears: Sequence[ForeignLinear]) -> str:
+    return " and ".join(each.name.rpartition(".")[2] for each in linears)
