@@ -6,6 +6,7 @@ from collections import Counter
 from typing import TYPE_CHECKING, Any
 
 from pipeline.cli.file_inspection import LOOKED_FOR, InspectionError, describe_file, is_engine_file, summarize_tensors
+from pipeline.cli.foreign_inspection import describe_foreign_engine, describe_job, is_foreign_engine, is_job
 from pipeline.errors import StoreError
 
 if TYPE_CHECKING:
@@ -218,6 +219,8 @@ def _describe_stage(path: Path, name: str, entry: Document) -> Document | None:
 
 
 KINDS: tuple[tuple[Callable[[Path], bool], Callable[[Path], Document]], ...] = (
+    (is_foreign_engine, describe_foreign_engine),
+    (is_job, describe_job),
     (_is_engine, _describe_engine),
     (lambda path: path.is_file(), describe_file),
     (_is_run, _describe_run),

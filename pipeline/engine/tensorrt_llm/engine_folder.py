@@ -52,16 +52,17 @@ class EngineFolder:
         """Those whose engine is there, in order."""
         return sorted(int(found[1]) for found in map(RANK.fullmatch, self.files) if found)
 
-    def find_damage(self, on_bytes: Callable[[int], None] | None = None) -> list[str]:
-        """What of the files is missing, empty, too much, or not what SHA256SUMS says; reads them whole where it is."""
+    def find_gaps(self) -> list[str]:
+        """What of the files is missing, empty or too much."""
         missing = sorted(set(range(self.world)) - set(self.ranks))
         extra = sorted(set(self.ranks) - set(range(self.world)))
         problems = [f"rank{rank}.engine is missing, of {self.world} rank(s)" for rank in missing]
         problems += [f"rank{rank}.engine is one too many, of {self.world} rank(s)" for rank in extra]
-        problems += [f"{name} is empty" for name, size in self.files.items() if not size and name.endswith(".engine")]
-        if SUMS in self.files:
-            problems += self._compare_sums(on_bytes)
-        return problems
+        return problems + [f"{name} is empty" for name, size in self.files.items() if not size and RANK.fullmatch(name)]
+
+    def find_damage(self, on_bytes: Callable[[int], None] | None = None) -> list[str]:
+        """The same, and what is not what SHA256SUMS says; reads the files whole where that is there."""
+        return [*self.find_gaps(), *(self._compare_sums(on_bytes) if SUMS in self.files else [])]
 
     def _compare_sums(self, on_bytes: Callable[[int], None] | None) -> list[str]:
         text = (self.path / SUMS).read_text(encoding="utf-8", errors="replace")
