@@ -11,6 +11,7 @@ from typing import TYPE_CHECKING, Any
 from pipeline.checkpoint.engine_config import QUANTIZATION_KEY
 from pipeline.checkpoint.layouts.scales import BLOCK, FP8, count_blocks, source_scale
 from pipeline.checkpoint.tensors import TensorInfo
+from pipeline.exports.names import make_suffixes
 from pipeline.exports.plan import Encoding
 
 if TYPE_CHECKING:
@@ -55,4 +56,5 @@ def describe(plan: Plan) -> dict[str, Any] | None:
     stated = plan.engine.config.get(QUANTIZATION_KEY)
     if stated is not None and not plan.is_quantized:
         return dict(stated)
-    return {**(stated or DEEPSEEK), "modules_to_not_convert": plan.wide_linears}
+    left = make_suffixes(plan.wide_linears, [*plan.kept, *plan.wide_linears])
+    return {**(stated or DEEPSEEK), "modules_to_not_convert": left}

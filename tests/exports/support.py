@@ -29,6 +29,7 @@ WRITE: dict[str, Callable[..., Path]] = {
     "qwen2": fixtures.qwen2,
     "v2": fixtures.deepseek_v2,
     "v3": fixtures.deepseek_v3,
+    "moe": fixtures.deepseek_moe,
 }
 IDS = torch.randint(2, 500, (2, 24), generator=torch.Generator().manual_seed(5))
 
@@ -119,3 +120,11 @@ def damage(engine: CheckpointFolder, edit: Callable[[dict[str, torch.Tensor]], N
     save_file(tensors, path / "model.safetensors", {"format": "pt"})
     (path / "config.json").write_bytes((engine.path / "config.json").read_bytes())
     return CheckpointFolder.open(path)
+
+
+def spell_tokens(tokenizer_file: Path, size: int) -> None:
+    """Gives every token a text of its own, in ASCII: llama.cpp holds back tokens that end within a character."""
+    tokenizer = json.loads(tokenizer_file.read_text())
+    special = {token: index for token, index in tokenizer["model"]["vocab"].items() if index < 2}
+    tokenizer["model"]["vocab"] = special | {f"t{index:03}": index for index in range(2, size)}
+    tokenizer_file.write_text(json.dumps(tokenizer))
