@@ -35,7 +35,7 @@ from benchmarks.quantization_models import MODELS, Model, other_domain
 from pipeline.progress import format_amount
 
 FOLDER = Path("out/benchmarks/quantization")
-METHODS = ("rtn", "awq", "gptq", "awq_gptq")
+METHODS = ("rtn", "rtn_clip", "awq", "gptq", "awq_gptq")
 # Share of rounding to nearest's loss that a method may have, in either domain.
 BARS = {"awq": 0.6, "gptq": 0.9, "best": 0.45}
 FASTER, SMALLER = 3.0, 0.5
@@ -199,7 +199,7 @@ def _compare(model: Model, method: str, peer: str) -> bool:
     return passed
 
 
-def measure_memory(sizes: Sequence[str], methods: Sequence[str] = METHODS) -> bool:
+def measure_memory(sizes: Sequence[str], methods: Sequence[str]) -> bool:
     """Random routed checkpoints of several sizes: the peak must not follow the size."""
     peaks: dict[str, list[int]] = {method: [] for method in methods}
     passed, folder = True, FOLDER / "memory"

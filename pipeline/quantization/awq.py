@@ -54,8 +54,8 @@ def _choose(problem: Problem, *, clip: bool) -> Choice:
     if problem.mean_abs is None or not problem.inputs:
         return Choice()
     alpha, scale = _search(problem, clip=clip)
-    choice, pays = _apply(problem, alpha, scale, clip=clip)
-    return choice if pays or not alpha else _apply(problem, 0.0, None, clip=clip)[0]
+    choice, pays = apply_scale(problem, alpha, scale, clip=clip)
+    return choice if pays or not alpha else apply_scale(problem, 0.0, None, clip=clip)[0]
 
 
 def _search(problem: Problem, *, clip: bool) -> tuple[float, Tensor | None]:
@@ -94,7 +94,7 @@ def _sample_outputs(problem: Problem) -> list[tuple[Linear, Tensor]]:
     return [(x, problem.read(x.name)[:: -(-x.shape[0] // wanted)].contiguous()) for x in fed]
 
 
-def _apply(problem: Problem, alpha: float, scale: Tensor | None, *, clip: bool) -> tuple[Choice, bool]:
+def apply_scale(problem: Problem, alpha: float | None, scale: Tensor | None, *, clip: bool) -> tuple[Choice, bool]:
     """The choice of this scale [I], with clipping limits where they pay, and whether all of it beats rounding to
     nearest."""
     treatments, losses = {}, {}

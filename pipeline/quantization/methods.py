@@ -15,6 +15,7 @@ CHOOSERS: dict[str, Callable[[Problem], Choice]] = {
     "awq_gptq": gptq.choose_scaled,
     "gptq": gptq.choose,
     "rtn": rtn.choose,
+    "rtn_clip": rtn.choose_clipped,
     "fp8": fp8.choose,
     "fp8_blocks": rtn.choose,
     "int8": rtn.choose,

@@ -85,6 +85,7 @@ METHODS = {
     "awq_gptq": MethodRow(format="int4", measures=True, moments=True),
     "gptq": MethodRow(format="int4", measures=True, moments=True),
     "rtn": MethodRow(format="int4", measures=False),
+    "rtn_clip": MethodRow(format="int4", measures=True),
     "fp8": MethodRow(format="fp8", measures=True, moments=True),
     "fp8_blocks": MethodRow(format="fp8_blocks", measures=False),
     "int8": MethodRow(format="int8", measures=False),

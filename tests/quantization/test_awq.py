@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable
+from dataclasses import replace
 
 import pytest
 import torch
@@ -101,6 +102,35 @@ def test_clipping_pays_for_heavy_tails() -> None:
     )
 
 
+def test_rounding_to_nearest_takes_the_same_ranges() -> None:
+    weights, rows = planted(5)
+    problem = make_problem(weights, rows)  # whatever `clip` says
+    choice = rtn.choose_clipped(problem)
+    assert choice.alpha is None and choice.scale is None and choice.treatments.keys() == weights.keys()
+    for name, weight in weights.items():
+        limits = choice.treatments[name].limits
+        assert limits is not None and (limits <= weight.view(48, 2, 64).abs().amax(2)).all()
+        before, after = true_error(weight, rows, None, None), true_error(weight, rows, None, limits)
+        assert (choice.losses[name].before, choice.losses[name].after) == pytest.approx((before, after), rel=1e-3)
+        assert after < 0.9 * before
+    assert rtn.choose_clipped(replace(problem, inputs={})) == rtn.choose(problem)
+
+
+def test_a_sample_of_many_outputs_finds_the_scale() -> None:
+    """Thousands of outputs, of which 256 are tried: the same alpha as all of them give, and what it wins."""
+    generator = torch.Generator().manual_seed(6)
+    _, rows = planted(6)
+    weight = torch.randn(2000, 128, generator=generator)
+    found = awq.choose_scale(make_problem({"x": weight}, rows))
+    errors = {
+        alpha: true_error(weight, rows, (s / (s.max() * s.min()).sqrt()), None)
+        for alpha in (i / 20 for i in range(20))
+        for s in [rows.abs().mean(0) ** alpha]
+    }
+    assert found.alpha == pytest.approx(min(errors, key=errors.__getitem__), abs=0.051)
+    assert found.losses["x"].after == pytest.approx(min(errors.values()), rel=0.02)
+
+
 def test_scales_that_cannot_be_held_are_passed_over() -> None:
     weights, rows = planted(2)
     choice = awq.choose(make_problem(weights, rows, realise=lambda s: None))
@@ -121,6 +151,4 @@ def test_inputs_of_zeros() -> None:
 def test_without_inputs_nothing_is_chosen() -> None:
     weights, rows = planted(4)
     problem = make_problem(weights, rows)
-    from dataclasses import replace
-
     assert awq.choose(replace(problem, inputs={})) == rtn.choose(problem)

@@ -83,7 +83,7 @@ def random_tokens(batch: int = 8, length: int = 32) -> torch.Tensor:
     return torch.randint(2, 258, (batch, length), generator=torch.Generator().manual_seed(9))
 
 
-@pytest.mark.parametrize("method", ["rtn", "awq", "gptq", "awq_gptq"])
+@pytest.mark.parametrize("method", ["rtn", "rtn_clip", "awq", "gptq", "awq_gptq"])
 @pytest.mark.parametrize("family", ["llama", "qwen2", "deepseek_moe", "deepseek_v2", "deepseek_v3"])
 def test_layers_compute_nearly_the_same(tmp_path: Path, text: Path, family: str, method: str) -> None:
     hub: Path = getattr(fixtures, family)(tmp_path / "hub", tokenizer=True)
