@@ -36,14 +36,14 @@ def install(peer: str) -> Path:
     return python
 
 
-def run(peer: str, arguments: Sequence[str], log: Path) -> dict[str, Any]:
-    """What the peer's script prints last, as JSON; all else goes to `log`."""
+def run(peer: str, arguments: Sequence[str], log: Path, *, script: str | None = None) -> dict[str, Any]:
+    """What the peer's script (its own of SCRIPTS unless named) prints last, as JSON; all else goes to `log`."""
     python = install(peer).absolute()  # not resolved: the link in its environment is what makes it that one's
-    script = Path(__file__).parent / "peers" / SCRIPTS[peer]
+    path = Path(__file__).parent / "peers" / (script or SCRIPTS[peer])
     environment = {**os.environ, "CUDA_VISIBLE_DEVICES": "", "HF_HUB_OFFLINE": "1"}
     with log.open("w") as file:
         done = subprocess.run(
-            [str(python), str(script), *arguments], stdout=subprocess.PIPE, stderr=file, text=True, env=environment
+            [str(python), str(path), *arguments], stdout=subprocess.PIPE, stderr=file, text=True, env=environment
         )
     if done.returncode:
         raise SystemExit(f"{peer} ended with {done.returncode}; see {log}")

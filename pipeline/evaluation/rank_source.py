@@ -127,7 +127,10 @@ class JoinedRanks:
         rows, hidden = self.contract.config["vocab_size"], self.contract.config["hidden_size"]
 
         def make() -> torch.Tensor:
-            return cut_padding(join([self.checkpoint.read(rank, name) for rank in ranks], 0), rows, name)
+            whole = cut_padding(join([self.checkpoint.read(rank, name) for rank in ranks], 0), rows, name)
+            if len(ranks) > 1:  # a copy
+                self._release(ranks, [name])
+            return whole
 
         return Joined(TensorInfo(name, self.contract.dtype, (rows, hidden)), make)
 
@@ -151,10 +154,7 @@ class JoinedRanks:
         whole = {kind: self._join_kind(name, kind, [parts[kind] for parts in held]) for kind in held[0]}
         if row.get("quant_algo") in INT4:
             whole["weight"] = pack_int4(whole["weight"])
-        for rank in ranks:
-            for each in self.checkpoint.files[rank].tensors:
-                if each.startswith(prefix):
-                    self.checkpoint.release(rank, each)
+        self._release(ranks, [f"{prefix}{kind}" for kind in whole])
         return whole
 
     def _join_kind(self, name: str, kind: str, parts: Sequence[torch.Tensor]) -> torch.Tensor:
@@ -184,9 +184,18 @@ class JoinedRanks:
             found = [stack[index] for stack in found]
         if kind != "weight":
             return join_same(found, name)
-        if half is None:
-            return join(found, -1)
-        return join([weight.chunk(2)[half] for weight in found], 0)
+        whole = join(found, -1) if half is None else join([weight.chunk(2)[half] for weight in found], 0)
+        if expert is None or expert + 1 == self.contract.config["moe"]["num_experts"]:
+            whole = whole.clone()
+            self._release(holders, [name])
+        return whole
+
+    def _release(self, ranks: Sequence[int], names: Sequence[str]) -> None:
+        """Lets go of the tensors' resident pages, where ranks have them."""
+        for rank in ranks:
+            for name in names:
+                if name in self.checkpoint.files[rank].tensors:
+                    self.checkpoint.release(rank, name)
 
     def _quantization(self, local: int, name: str) -> Mapping[str, Any]:
         return self.contract.find_quantization(f"{LAYER}{local}.{name}")
