@@ -111,11 +111,13 @@ def distance(found: torch.Tensor, expected: torch.Tensor) -> float:
     return float((found - expected).abs().max() / expected.abs().max())
 
 
-def damage(engine: CheckpointFolder, edit: Callable[[dict[str, torch.Tensor]], None]) -> CheckpointFolder:
-    """A copy of the engine checkpoint, in one file, after `edit` was at its tensors."""
+def damage(
+    engine: CheckpointFolder, edit: Callable[[dict[str, torch.Tensor]], None], path: Path | None = None
+) -> CheckpointFolder:
+    """A copy of the engine checkpoint at `path`, in one file, after `edit` was at its tensors."""
     tensors = {name: engine.read(name).to_torch().clone() for name in engine.tensors}
     edit(tensors)
-    path = engine.path.with_name("damaged")
+    path = path or engine.path.with_name("damaged")
     path.mkdir()
     save_file(tensors, path / "model.safetensors", {"format": "pt"})
     (path / "config.json").write_bytes((engine.path / "config.json").read_bytes())
