@@ -234,11 +234,9 @@ def _group_graphs(tensors: tuple[EngineTensor, ...], graphs: tuple[Graph, ...]) 
 
 
 def _share_workspaces(stated: tuple[int, ...], grouped: list[tuple[Graph, ...]]) -> list[int] | None:
-    """The file states, for each profile, the memory in which its graphs take turns, and after it, where plugins part
-    the graphs, that of each tensor between them. The sum for each profile, or None where that is not what it states."""
-    if all(len(graphs) == 1 for graphs in grouped):
-        needed = [graph.workspace_bytes for (graph,) in grouped]
-        return needed if stated == tuple(needed) else None
+    """The file states, for each profile, the memory in which its graphs take turns, and after it that of each tensor
+    between them: where plugins part graphs, and sizes that are computed on the way, as a rank's share of the tokens.
+    The sum for each profile, or None where that is not what it states."""
     starts: list[int] = []
     for graphs in grouped:
         largest = max(graph.workspace_bytes for graph in graphs)

@@ -13,6 +13,7 @@ from pipeline.engine.description import load_description
 from pipeline.engine.engine_file import inspect_engine
 from pipeline.engine.limits import BuildLimits, Rectangle
 from pipeline.network.spec import Lowering, NetworkSpec
+from pipeline.sharding import Parallel, Rank
 from tests.engine.checkpoints import TINY_LLAMA, TINY_V2, write_engine_checkpoint
 
 LIMITS = BuildLimits(
@@ -70,6 +71,22 @@ def test_an_engine_carries_its_kernels(config: dict[str, Any], names: dict[str, 
     assert {tensor.name for tensor in engine.tensors} == {t.name for t in (*description.inputs, *description.outputs)}
     assert len(engine.profiles) == 2 and all(profile.workspace_bytes > 0 for profile in engine.profiles)
     assert not any("mha" in kernel for profile in engine.profiles for kernel in profile.graph.kernels)
+
+
+@pytest.mark.slow
+def test_a_rank_carries_what_exchanges_its_rows(tmp_path: Path) -> None:
+    """FP8 on SM80, which has no such type: it is encoded with integers."""
+    lowering, rank = Lowering(moe_all_to_all="plugin"), Rank(Parallel(2, expert=2), 1)
+    path = build(tmp_path, TINY_V2, replace(SPEC, lowering=lowering, rank=rank, expert_payload="fp8"))
+    description, engine, data = load_description(tmp_path), inspect_engine(path), path.read_bytes()
+    assert description.spec == replace(SPEC, lowering=lowering, rank=rank, expert_payload="fp8")
+    assert {plugin.operation: plugin.layers for plugin in description.plugins} == {"moe_dispatch": 1, "moe_combine": 1}
+    for name in (b"rank_tokens", b"pack", b"unpack", b"combine"):
+        assert b".entry " + name in data
+    for profile in engine.profiles:
+        assert profile.graph.kernels["custom_layer"] == 2
+        assert profile.workspace_bytes > 0
+    assert b"comm_alltoall" not in data
 
 
 @pytest.mark.slow

@@ -67,4 +67,4 @@ def test_logits_of_all_ranks_are_those_of_one(name: str, ranks: Ranks, tmp_path:
 def test_fp8_rows_move_logits_a_little(ranks: Ranks, tmp_path: Path) -> None:
     model = models.load(MODELS["v3, all tokens to one rank"](tmp_path / "hf"))
     apart = compare(ranks, model, EP4, expert_payload="fp8")
-    assert TOLERANCE < apart.median() and apart.max() < FP8
+    assert apart.median() > TOLERANCE and apart.max() < FP8
