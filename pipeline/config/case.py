@@ -17,8 +17,6 @@ if TYPE_CHECKING:
     from pipeline.config.schema import Build, Config, Parallel, Quantize
     from pipeline.engine.tensorrt_llm.support import Ask
 
-# Linears whose input is what tensor parallelism splits; the others are split by their output rows.
-ROW_PARALLEL = ("attention.dense", "mlp.proj", "shared_expert.proj")
 FP8_TYPES = ("F8_E4M3", "F8_E5M2")
 # Kinds of RoPE whose long-context form is a fixed table. `dynamic` is not: its base grows with each sequence.
 STATIC_ROPES = ("default", "linear", "yarn", "llama3")
@@ -43,10 +41,6 @@ class LinearKind:
     def group(self) -> int | None:
         """The inputs per scale that it gets; None where it stays as it is, or its format has no groups."""
         return self.decision.group if isinstance(self.decision, Decision) else None
-
-    @property
-    def is_row_parallel(self) -> bool:
-        return self.name.endswith(ROW_PARALLEL) or (self.role == "experts" and self.name.endswith(".proj"))
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -7,6 +7,7 @@ from typing import TYPE_CHECKING
 
 from pipeline.config.case import Case
 from pipeline.config.notes import NOTES, UNBUILT
+from pipeline.config.parallel_rules import PARALLEL_RULES
 from pipeline.config.recipe_rules import RECIPE_RULES
 from pipeline.config.rules import RULES, Rule
 from pipeline.config.tensorrt_llm_build_rules import TENSORRT_LLM_BUILD_RULES
@@ -22,6 +23,7 @@ if TYPE_CHECKING:
 
 ALL_RULES: tuple[Rule, ...] = (
     *RULES,
+    *PARALLEL_RULES,
     *RECIPE_RULES,
     *TENSORRT_LLM_RULES,
     *TENSORRT_LLM_BUILD_RULES,

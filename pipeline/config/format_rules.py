@@ -67,20 +67,6 @@ def find_no_group(case: Case) -> str | None:
     return f"no group size up to {case.quantize.group_size} divides any input width ({', '.join(map(str, widths))})"
 
 
-def find_cut_group(case: Case) -> str | None:
-    size = case.parallel.tensor
-    if not case.is_quantized or size == 1:
-        return None
-    for linear in case.chosen:
-        group = linear.group
-        if group and linear.is_row_parallel and linear.in_features % (size * group):
-            return (
-                f"tensor parallel size {size} cuts INT4 groups of {linear.name}: "
-                f"{linear.in_features} inputs are not a multiple of {size} x {group}"
-            )
-    return None
-
-
 def find_split_experts(case: Case) -> str | None:
     """Which the network would refuse, after all the work."""
     rules = case.quantize.rules

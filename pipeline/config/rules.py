@@ -30,45 +30,6 @@ def _find_unsupported_sm(case: Case) -> str | None:
     return f"{backend} builds no engines for the {gpu.name} (SM{gpu.sm}); it builds for {known}"
 
 
-def _split(count: int, what: str, size: int, how: str) -> str | None:
-    return f"{how} parallel size {size} does not divide the model's {count} {what}" if count % size else None
-
-
-def _find_unsplit_heads(case: Case) -> str | None:
-    return _split(case.architecture.num_heads, "attention heads", case.parallel.tensor, "tensor")
-
-
-def _find_unsplit_kv_heads(case: Case) -> str | None:
-    if case.architecture.latent is not None:
-        return None  # the latent is one head that every rank holds
-    if case.config.target.backend == "tensorrt_llm" and case.parallel.tensor % case.architecture.num_kv_heads == 0:
-        return None  # it gives a head to several ranks
-    return _split(case.architecture.num_kv_heads, "key/value heads", case.parallel.tensor, "tensor")
-
-
-def _find_unsplit_mlp(case: Case) -> str | None:
-    a, size = case.architecture, case.parallel.tensor
-    problem = _split(a.intermediate_size, "MLP columns (intermediate_size)", size, "tensor")
-    if problem is None and a.experts is not None:
-        problem = _split(a.experts.intermediate_size, "expert columns (moe_intermediate_size)", size, "tensor")
-    return problem
-
-
-def _find_unsplit_experts(case: Case) -> str | None:
-    size, experts = case.parallel.expert, case.architecture.experts
-    if experts is None:
-        return (
-            f"expert parallel size {size}, but {case.architecture.name} here has no routed experts"
-            if size > 1
-            else None
-        )
-    return _split(experts.num_routed, "routed experts", size, "expert")
-
-
-def _find_unsplit_layers(case: Case) -> str | None:
-    return _split(case.architecture.num_layers, "decoder layers", case.parallel.pipeline, "pipeline")
-
-
 def _find_long_sequences(case: Case) -> str | None:
     limit, wanted, rope = case.context_limit, case.build.max_seq_len, case.architecture.rope
     if wanted <= limit:
@@ -162,23 +123,6 @@ RULES: tuple[Rule, ...] = (
         "take a GPU of SM80 or later, or method: none and float16 for a model without routed experts",
     ),
     Rule("bf16_needs_sm80", "stages.convert.dtype", format_rules.find_bf16, "set stages.convert.dtype: float16"),
-    Rule("tensor_divides_heads", "target.parallel.tensor", _find_unsplit_heads, "take a divisor of the head count"),
-    Rule(
-        "tensor_divides_kv_heads",
-        "target.parallel.tensor",
-        _find_unsplit_kv_heads,
-        "take a divisor of num_key_value_heads",
-    ),
-    Rule("tensor_divides_mlp", "target.parallel.tensor", _find_unsplit_mlp, "take a divisor of the intermediate size"),
-    Rule(
-        "expert_divides_experts", "target.parallel.expert", _find_unsplit_experts, "take a divisor of n_routed_experts"
-    ),
-    Rule(
-        "pipeline_divides_layers",
-        "target.parallel.pipeline",
-        _find_unsplit_layers,
-        "take a divisor of num_hidden_layers",
-    ),
     Rule(
         "exclude_matches",
         "stages.quantize.exclude",
@@ -196,12 +140,6 @@ RULES: tuple[Rule, ...] = (
         "stages.quantize.group_size",
         format_rules.find_no_group,
         "take a smaller group_size, or set method: none",
-    ),
-    Rule(
-        "tensor_keeps_groups",
-        "target.parallel.tensor",
-        format_rules.find_cut_group,
-        "take a smaller group_size or tensor parallel size",
     ),
     Rule(
         "experts_share_a_format",

@@ -65,11 +65,17 @@ class ModelSource(Section):
 
 
 class Parallel(Section):
-    """How many GPUs share one model: tensor x pipeline x expert. Each size must divide what it splits."""
+    """How many GPUs share one model: tensor x pipeline, a rank each; what they cannot share evenly is refused."""
 
-    tensor: Positive = Field(default=1, description="Tensor parallel size: splits heads and intermediate sizes.")
+    tensor: Positive = Field(
+        default=1, description="Tensor parallel size: splits attention heads, MLP columns and the vocabulary."
+    )
     pipeline: Positive = Field(default=1, description="Pipeline parallel size: splits decoder layers.")
-    expert: Positive = Field(default=1, description="Expert parallel size: splits routed experts.")
+    expert: Positive = Field(
+        default=1,
+        description="Expert parallel size, a divisor of tensor: over how many ranks of the tensor group a layer's "
+        "routed experts are spread, and each one's columns over tensor / expert. EP2 is tensor: 2, expert: 2.",
+    )
 
 
 class Target(Section):

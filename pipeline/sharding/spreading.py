@@ -64,8 +64,8 @@ FORMATS: dict[str | None, dict[str, Storage]] = {
     "int8": {"weight": WEIGHT, CHANNEL_SCALES: ROWS},
     "int8_sq": {"weight": WEIGHT, WEIGHT_SCALES: ROWS, ACTIVATION_SCALES: (), PRESCALE: COLUMNS},
 }
-GROUPED = frozenset(name for name, tensors in FORMATS.items() if (("columns", GROUP)) in tensors.get(WEIGHT_SCALES, ()))
-UNITS = {2: "packed pairs of rows", BLOCK: f"whole FP8 blocks of {BLOCK}"}
+GROUPED = frozenset(name for name, tensors in FORMATS.items() if ("columns", GROUP) in tensors.get(WEIGHT_SCALES, ()))
+UNITS = {2: "packed pairs of rows", BLOCK: f"whole FP8 blocks of {BLOCK}", GROUP: "groups of {group} inputs"}
 _NUMBER = re.compile(r"(?<=\.layers\.)\d+|(?<=\.experts\.)\d+")
 
 
@@ -79,10 +79,11 @@ class Part:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Stored:
-    """One dimension of a stored tensor: the parts of the side that it counts, in steps of `unit`."""
+    """One dimension of a stored tensor: the parts of the side that it counts, in steps of `unit`, called `what`."""
 
     parts: tuple[Part, ...]
     unit: int
+    what: str
 
     @property
     def size(self) -> int:
@@ -94,11 +95,10 @@ class Stored:
         if self.unit == 1:
             return []
         found, start = [], 0
-        what = f"{UNITS.get(self.unit, f'groups of {self.unit} inputs')} of {base}"
         for part in self.parts:
             aligned = start % self.unit == part.size % self.unit == 0
             if part.axis is not None:
-                found.append(Division(part.axis, part.size // self.unit if aligned else 1, what))
+                found.append(Division(part.axis, part.size // self.unit if aligned else 1, f"{self.what} of {base}"))
             start += part.size
         return found
 
@@ -142,7 +142,10 @@ class Spreading:
                 hint="quantize the checkpoint again with this version",
             )
         sides = {"rows": self._parts(row.rows), "columns": self._parts((row.columns,) if row.columns else ())}
-        return tuple(Stored(parts=sides[side], unit=unit or group) for side, unit in storage)
+        return tuple(
+            Stored(parts=sides[side], unit=unit or group, what=UNITS.get(unit, "").format(group=group))
+            for side, unit in storage
+        )
 
     def linear_divisions(self, base: str, form: str | None, group: int = 0) -> list[Division]:
         """What a linear in a format asks beyond the architecture's own sizes; `base` without ".weight"."""

@@ -132,16 +132,6 @@ SETTINGS = [
         {"target.gpu": "T4", "target.backend": "tensorrt"},
         "float32 weights",
     ),
-    ("tensor_divides_heads", {"target.parallel": {"tensor": 3}}, {"target.parallel": {"tensor": 8}}, "32 attention"),
-    ("tensor_divides_kv_heads", {"target.parallel": {"tensor": 16}}, {"target.parallel": {"tensor": 8}}, "8 key/value"),
-    ("tensor_divides_mlp", {"target.parallel": {"tensor": 5}}, {"target.parallel": {"tensor": 4}}, "11008 MLP columns"),
-    (
-        "pipeline_divides_layers",
-        {"target.parallel": {"pipeline": 5}},
-        {"target.parallel": {"pipeline": 4}},
-        "32 decoder",
-    ),
-    ("expert_divides_experts", {"target.parallel": {"expert": 2}}, {}, "no routed experts"),
     (
         "exclude_matches",
         {"stages.quantize.exclude": ("transformer.layers.99.*",)},
@@ -153,13 +143,6 @@ SETTINGS = [
         {"stages.quantize.include": ("experts",)},
         {"stages.quantize.include": ("experts",), "stages.quantize.method": "none"},
         "the model has attention_input, attention_output, mlp",
-    ),
-    # 11008 = 43 x 256: cut in 4 it is 2752 = 43 x 64
-    (
-        "tensor_keeps_groups",
-        {"target.parallel": {"tensor": 4}},
-        {"target.parallel": {"tensor": 4}, "stages.quantize.group_size": 64},
-        "cuts INT4 groups of transformer.layers.0.mlp.proj: 11008 inputs are not a multiple of 4 x 128",
     ),
     ("context_of_model", {"stages.build.max_seq_len": 16385}, {"stages.build.max_seq_len": 16384}, "context of 16384"),
     (
@@ -234,25 +217,11 @@ def test_settings(rule, broken, kept, message):
 # rule, settings, keys of config.json that break it, keys that keep it, a piece of the message
 MODELS = [
     (
-        "tensor_divides_mlp",
-        {"target.parallel": {"tensor": 4}},
-        {"moe_intermediate_size": 1410},
-        {},
-        "1410 expert columns",
-    ),
-    (
         "turing_has_less",
         {"target.gpu": "T4", "stages.convert.dtype": "float16", "stages.quantize.method": "none"},
         {},
         {"n_routed_experts": None},
         "routed experts, whose router runs in float32",
-    ),
-    (
-        "tensor_keeps_groups",
-        {"target.parallel": {"tensor": 8}},
-        {"moe_intermediate_size": 1536, "intermediate_size": 11264},
-        {"moe_intermediate_size": 2048, "intermediate_size": 11264},
-        "cuts INT4 groups of transformer.layers.1.mlp.experts.0.proj: 1536 inputs are not a multiple of 8 x 128",
     ),
     (
         "experts_share_a_format",
@@ -261,7 +230,6 @@ MODELS = [
         {"n_routed_experts": None},
         "transformer.layers.3.mlp.experts.5.fc would be in another format",
     ),
-    ("expert_divides_experts", {"target.parallel": {"expert": 6}}, {}, {"n_routed_experts": 66}, "64 routed experts"),
     (
         "gather_is_for_generation",
         {"stages.build.moe": "gather"},
@@ -315,13 +283,6 @@ def test_every_rule_points_at_a_setting():
 def test_a_gathered_engine_that_only_generates_is_fine():
     settings = {"stages.build.moe": "gather", "stages.build.max_num_tokens": 16}
     assert find("gather_is_for_generation", make_case(settings, V2_LITE)) is None
-
-
-def test_kv_heads_do_not_matter_to_mla():
-    assert (
-        find("tensor_divides_kv_heads", make_case({"target.parallel": {"tensor": 16}}, V2_LITE, num_key_value_heads=1))
-        is None
-    )
 
 
 def test_an_fp8_checkpoint_is_named_where_its_fp8_reaches_the_engine():

@@ -1,0 +1,92 @@
+"""The compatibility rules of parallel sizes: what several GPUs cannot share out evenly, and sizes that would work."""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING
+
+from pipeline.checkpoint.layouts import list_kinds
+from pipeline.config.case import FP8_TYPES, Case
+from pipeline.config.rules import Rule
+from pipeline.engine.tensorrt_llm.support import pad_vocabulary, repeat_heads
+from pipeline.quantization.selection import Decision
+from pipeline.sharding.divisions import Division, divisions, find_undivided, hint_at_sizes
+from pipeline.sharding.ranks import Parallel, list_divisors
+from pipeline.sharding.spreading import Spreading
+
+if TYPE_CHECKING:
+    from pipeline.checkpoint.architecture import Architecture
+
+BLOCKS = "fp8_blocks"
+
+
+def _find_expert_beyond_tensor(case: Case) -> str | None:
+    tensor, expert = case.parallel.tensor, case.parallel.expert
+    if tensor % expert == 0:
+        return None
+    return (
+        f"expert parallel size {expert} does not divide tensor parallel size {tensor}: experts are spread over the "
+        f"tensor group; expert sizes that would work: {', '.join(map(str, list_divisors(tensor)))}"
+    )
+
+
+def _find_few_layers(case: Case) -> str | None:
+    stages, layers = case.parallel.pipeline, case.architecture.num_layers
+    if stages <= layers:
+        return None
+    return f"pipeline parallel size {stages} is more than the model's {layers} decoder layers"
+
+
+def _find_uneven(case: Case) -> str | None:
+    return _find(case, divisions(_shape(case)))
+
+
+def _find_cut(case: Case) -> str | None:
+    """Groups, blocks and pairs of the linears as they will be stored, where all else divides."""
+    if _find_uneven(case) is not None:
+        return None
+    spreading, asked = Spreading(case.architecture), divisions(_shape(case))
+    for linear in case.chosen:
+        if isinstance(linear.decision, Decision):
+            asked += spreading.linear_divisions(linear.name, linear.decision.format, linear.group or 0)
+    if case.kept_fp8 is not None:
+        for kind in list_kinds(case.architecture):
+            stored = case.tensors.get(kind.first.sources[0])
+            if stored is not None and stored.dtype in FP8_TYPES and kind.first.role != "mtp":
+                asked += spreading.linear_divisions(kind.first.target.removesuffix(".weight"), BLOCKS)
+    return _find(case, asked)
+
+
+def _find(case: Case, asked: list[Division]) -> str | None:
+    if case.parallel.tensor % case.parallel.expert:
+        return None  # said already
+    parallel = Parallel(**case.parallel.model_dump())
+    broken = find_undivided(parallel, asked)
+    if broken is None:
+        return None
+    return f"{broken.describe(parallel)}; {hint_at_sizes(parallel, broken.setting, asked)}"
+
+
+def _shape(case: Case) -> Architecture:
+    """TensorRT-LLM gives a key/value head to several ranks, and fills the vocabulary up."""
+    parallel = Parallel(case.parallel.tensor)
+    if not case.config.target.world.foreign:
+        return case.architecture
+    return pad_vocabulary(repeat_heads(case.architecture, parallel), parallel)
+
+
+PARALLEL_RULES: tuple[Rule, ...] = (
+    Rule(
+        "expert_divides_tensor",
+        "target.parallel.expert",
+        _find_expert_beyond_tensor,
+        "two-way expert parallelism alone is tensor: 2, expert: 2",
+    ),
+    Rule("stages_have_layers", "target.parallel.pipeline", _find_few_layers, "take a smaller pipeline size"),
+    Rule("ranks_are_even", "target.parallel", _find_uneven, "take parallel sizes that divide the model"),
+    Rule(
+        "nothing_is_cut",
+        "target.parallel.tensor",
+        _find_cut,
+        "take a smaller tensor parallel size or group_size, or leave that linear out of quantization",
+    ),
+)
