@@ -33,11 +33,13 @@ def command(
 
     Makes nothing. The memory is computed from the checkpoint's headers and the limits in the config: weights, workspace
     and KV cache against the GPU's memory, and the largest batch for each context length; of several GPUs, what each
-    holds. What a run takes of this host's disk, memory and time is estimated.
+    holds. What a run takes of this host's disk, memory and time is estimated. Of the other backends it says whether
+    they could take this config, and what would change.
     """
     from pipeline.cli.host import describe_host, print_host
     from pipeline.cli.memory import describe_memory, print_memory
     from pipeline.cli.source import check_source
+    from pipeline.cli.worlds import describe_worlds, print_worlds
     from pipeline.stages.executor import Executor
     from pipeline.stages.graph import load_stages
 
@@ -46,15 +48,18 @@ def command(
     plans = Executor(config, load_stages()).plan(start=start, until=until, force=force)
     memory = describe_memory(config, source.headers.architecture, source.headers.tensors)
     host = describe_host(config, source.headers.architecture, source.headers.tensors)
+    worlds = describe_worlds(config, source.headers.architecture, source.headers.tensors)
     if as_json:
         stages = [_to_json(plan) for plan in plans]
-        document = {"name": config.name, "stages": stages, "memory": memory, "host": host, "notes": list(source.notes)}
-        print_json(document)
+        notes = list(source.notes)
+        parts = {"stages": stages, "memory": memory, "host": host, "worlds": worlds, "notes": notes}
+        print_json({"name": config.name, **parts})
         return
     print_title(f"{config.name}: {config.model.path} for {config.target.gpu} by {config.target.backend}")
     print_plans(plans)
     print_memory(memory)
     print_host(host)
+    print_worlds(worlds)
     for note in source.notes:
         click.echo(f"  note: {note}")
 

@@ -49,7 +49,9 @@ def _list_linears(case: Case) -> list[StoredLinear]:
     found = []
     for kind in case.kinds:
         first, (rows, columns) = kind.first, kind.first.target_shape
-        for index, name in enumerate(kind.names()):
+        # A model with latent attention is refused whatever its linears are, and V3 has 45,000 of them.
+        names = kind.names() if case.architecture.latent is None else (first.target,)
+        for index, name in enumerate(names):
             decision = rules.decide(name, first.role, (rows, columns))
             linear = StoredLinear(
                 name=name.removesuffix(".weight"),

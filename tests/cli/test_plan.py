@@ -93,3 +93,17 @@ def test_imports_nothing_heavy_and_is_quick(workplace, cpu_seconds, verb):
         "sys.exit(f'imported {heavy}' if heavy else code)\n"
     )
     assert cpu_seconds("-c", script) < 0.9  # beside other tests
+
+
+def test_says_what_the_other_backends_would_change(workplace, toy_stages, invoke):
+    worlds = read(invoke, "--set", "stages.build.max_blocks=100")["worlds"]
+    assert worlds["backend"] == "tensorrt_rtx"
+    others = {other["backend"]: other for other in worlds["others"]}
+    assert others.keys() == {"tensorrt", "tensorrt_llm", "llmapi"}
+    assert others["llmapi"]["possible"] and others["llmapi"]["loses"] == ["stages.build.max_blocks"]
+    assert not others["tensorrt_llm"]["possible"]  # groups of 32
+    lines = [line.strip() for line in invoke("plan", "small").stdout.splitlines()]
+    assert any(line.startswith("backend tensorrt_rtx: trtseek's own network") for line in lines)
+    assert any(line.startswith("tensorrt_llm cannot: the TensorRT engines of TensorRT-LLM 1.2.1") for line in lines)
+    assert any(line.startswith("because ") and "groups of 32" in line for line in lines)
+    assert any(line.startswith("gains an FP8 KV cache; no engine to be built") for line in lines)

@@ -18,6 +18,14 @@ PYTORCH = {"target.gpu": "H100", "target.backend": "llmapi"}
 FP8 = {**ENGINE, "stages.quantize.method": "fp8"}
 OWN = "stages.build.tensorrt_llm"
 
+# DeepSeek-MoE-16B, near enough: V2-Lite's experts under Llama's attention.
+MOE = {
+    **{key: value for key, value in V2_LITE.items() if "lora" not in key and "head_dim" not in key},
+    "architectures": ["DeepseekForCausalLM"],
+    "rope_scaling": None,
+    "max_position_embeddings": 4096,
+}
+
 # rule, settings that break it, settings that keep it, a piece of the message
 SETTINGS = [
     (
@@ -183,12 +191,12 @@ SETTINGS = [
 MODELS = [
     ("runs_architecture", ENGINE, V2_LITE, (ENGINE, CODER), "multi-head latent attention (DeepseekV2ForCausalLM)"),
     ("runs_architecture", ENGINE, V2_LITE, (PYTORCH, V2_LITE), "multi-head latent attention"),
-    ("runs_experts", ENGINE, V2_LITE, (FP8, V2_LITE), "is int4: its MoE models take 16 bits and FP8"),
+    ("runs_experts", ENGINE, MOE, (FP8, MOE), "is int4: its MoE models take 16 bits and FP8"),
     (
         "runs_experts_apart",
         {**FP8, "target.parallel": {"tensor": 2, "expert": 2}},
-        V2_LITE,
-        ({**FP8, "target.parallel": {"tensor": 2, "expert": 2}, "stages.quantize.method": "none"}, V2_LITE),
+        MOE,
+        ({**FP8, "target.parallel": {"tensor": 2, "expert": 2}, "stages.quantize.method": "none"}, MOE),
         "expert parallel size 2",
     ),
 ]
@@ -216,13 +224,14 @@ def test_every_rule_has_a_test():
 
 
 def test_the_linears_that_are_asked_about():
-    ask = make_case({**ENGINE, "stages.quantize.exclude": ("*.0.mlp.fc",)}, V2_LITE).ask
+    ask = make_case({**ENGINE, "stages.quantize.exclude": ("*.0.mlp.fc",)}, MOE).ask
     linears = {linear.name: linear for linear in ask.linears}
     assert linears["transformer.layers.0.mlp.fc"].format is None
     proj = linears["transformer.layers.3.mlp.experts.63.proj"]
     assert (proj.format, proj.group, proj.expert, proj.in_features, proj.out_features) == ("int4", 128, 63, 1408, 2048)
     assert ask.formats == {"int4"} and ask.sm == 90
     assert len([name for name in linears if ".experts." in name]) == 26 * 64 * 3
+    assert len(make_case(ENGINE, V2_LITE).ask.linears) < 20  # refused whatever they are
 
 
 def test_the_sources_own_blocks_are_found():

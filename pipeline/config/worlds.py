@@ -1,0 +1,96 @@
+"""Which world a config lives in (its backend's), and what each other one would change: for `plan`.
+
+The same config is held against the rules of every other backend, without what has no meaning there.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, Any
+
+from pipeline.config.backends import BACKENDS, OWN_SETTINGS, BackendRow
+from pipeline.config.case import Case
+from pipeline.config.compatibility import ALL_RULES
+from pipeline.config.notes import UNBUILT
+from pipeline.errors import TrtseekError
+
+if TYPE_CHECKING:
+    from pydantic import BaseModel
+
+    from pipeline.checkpoint.architecture import Architecture
+    from pipeline.checkpoint.tensors import TensorInfo
+    from pipeline.config.schema import Config
+
+# Sections and settings that only one backend reads.
+OWNED = {("stages", "build", "tensorrt_llm"): "tensorrt_llm", ("stages", "package", "tensorrt_llm"): "tensorrt_llm"}
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class World:
+    """A backend as the config's, or instead. reasons: why it cannot be; loses: settings without a meaning there, and
+    what becomes of them; gains: what it has that the config's own has not."""
+
+    backend: str
+    row: BackendRow
+    reasons: tuple[str, ...] = ()
+    loses: tuple[str, ...] = ()
+    gains: tuple[str, ...] = ()
+
+
+def list_other_worlds(
+    config: Config, architecture: Architecture, tensors: Mapping[str, TensorInfo]
+) -> tuple[World, ...]:
+    """One for each other backend; of trtseek's own two, the one that the config is not of is left out where the GPU is
+    none of its."""
+    return tuple(
+        _look(backend, config, architecture, tensors)
+        for backend, row in BACKENDS.items()
+        if backend != config.target.backend and (row.foreign or backend in config.target.device.backends)
+    )
+
+
+def _look(backend: str, config: Config, architecture: Architecture, tensors: Mapping[str, TensorInfo]) -> World:
+    row, own = BACKENDS[backend], config.target.world
+    dropped = list(_list_dropped(backend, config))
+    moved = _move(config, backend, dropped)
+    case = Case(config=moved, architecture=architecture, tensors=tensors)
+    try:
+        reasons = tuple(problem for rule in (*ALL_RULES, *UNBUILT) if (problem := rule.find(case)))
+    except TrtseekError as error:  # sizes that no rank of its could have
+        reasons = (error.message,)
+    loses = [".".join(path) for path in dropped]
+    if config.stages.quantize.kv_cache != "none" and own.foreign and not row.foreign:
+        loses.append(f"the {config.stages.quantize.kv_cache.upper()} KV cache, which stays in {case.dtype}")
+    gains = tuple(text for text in row.gives if text not in own.gives)
+    return World(backend=backend, row=row, reasons=reasons, loses=tuple(loses), gains=gains)
+
+
+def _list_dropped(backend: str, config: Config) -> Iterator[tuple[str, ...]]:
+    """The settings that the config changes and this backend does not read."""
+    if BACKENDS[backend].foreign:
+        build = config.stages.build
+        yield from (("stages", "build", key) for key in OWN_SETTINGS if _is_set(build, key))
+    for path, owner in OWNED.items():
+        if owner != backend:
+            section: Any = config
+            for key in path:
+                section = getattr(section, key)
+            yield from ((*path, key) for key in type(section).model_fields if _is_set(section, key))
+
+
+def _is_set(section: BaseModel, key: str) -> bool:
+    return bool(getattr(section, key) != type(section).model_fields[key].default)
+
+
+def _move(config: Config, backend: str, dropped: list[tuple[str, ...]]) -> Config:
+    """The config as it would be with that backend."""
+    values = config.model_dump(mode="json")
+    values["target"]["backend"] = backend
+    values["stages"]["package"]["flavour"] = None
+    for *above, key in dropped:
+        section = values
+        for name in above:
+            section = section[name]
+        del section[key]
+    return type(config).model_validate(values, strict=False)
