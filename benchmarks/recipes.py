@@ -164,6 +164,7 @@ def main() -> None:
     parser.add_argument("--units", type=int, default=24)
     parser.add_argument("--samples", type=int, default=8)
     parser.add_argument("--pieces", type=int, default=32)
+    parser.add_argument("--calibration", type=int, default=64, help="samples of the methods that `loss` compares")
     parser.add_argument("--sensitivity", type=Path, default=Path("out/smollm2-int4/sensitivity.json"))
     parser.add_argument("--checkpoint", type=Path, default=Path("out/smollm2-int4/convert"))
     arguments = parser.parse_args()
@@ -172,7 +173,7 @@ def main() -> None:
     if arguments.part == "check":
         check(source, settings, arguments.units, arguments.samples)
         return
-    calibration = replace_samples(settings, 64)
+    calibration = replace_samples(settings, arguments.calibration)
     loss(source, calibration, json.loads(arguments.sensitivity.read_text()), arguments.method, arguments.pieces)
 
 

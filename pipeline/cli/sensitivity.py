@@ -51,6 +51,8 @@ def measure(config: Config) -> Path:
     from pipeline.quantization.sensitivity import REPORT, measure_sensitivity
     from pipeline.stages.executor import Executor
     from pipeline.stages.graph import load_stages
+    from pipeline.stages.quantize import STAGE
+    from pipeline.text_file import write_text
     from pipeline.workspace import FolderWorkspace
 
     settings = config.stages.quantize
@@ -63,6 +65,7 @@ def measure(config: Config) -> Path:
     effort, formats = settings.sensitivity, offered_formats(config)
     texts = [file.path for file in settings.calibration.files]
     key = {
+        "version": STAGE.version,
         "checkpoint": converted.content,
         "texts": [cached_digest(path) or digest_file(path) for path in texts],
         "quantize": settings.model_dump(mode="json", exclude={"recipe", "budget"}),
@@ -80,7 +83,7 @@ def measure(config: Config) -> Path:
     )
     reporter.end("measured")
     shown = config.run_folder / REPORT
-    shown.write_bytes((place / REPORT).read_bytes())
+    write_text(shown, (place / REPORT).read_text(encoding="utf-8"))
     return shown
 
 
