@@ -12,13 +12,13 @@ from benchmarks.packages import MODEL, read_parameters
 from pipeline.runtime.executor import Executor
 from pipeline.runtime.request import Request
 from pipeline.triton.backend.loading import load_model
-from pipeline.triton.canary import find_package
+from pipeline.triton.package import find_package
 
 
 @contextlib.contextmanager
 def executing(package: Path) -> Iterator[Executor]:
     """The executor over the package's network, in this process."""
-    repository, _ = find_package(package)
+    repository = find_package(package).repository
     loaded = load_model(repository / MODEL, read_parameters(repository))
     executor = Executor(loaded.runner, loaded.limits, vocab_size=loaded.vocab_size)
     executor.start()

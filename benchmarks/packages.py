@@ -9,10 +9,11 @@ from collections.abc import Iterator
 from pathlib import Path
 
 from benchmarks.idle import write_backends
-from pipeline.triton.canary import LOAD_S, find_package
+from pipeline.triton.canary import LOAD_S
 from pipeline.triton.emission import ARTIFACTS
 from pipeline.triton.installation import find_installation, mirror
 from pipeline.triton.model_config import parse_config, print_config
+from pipeline.triton.package import find_package
 from pipeline.triton.server import TritonServer
 
 MODEL = "tensorrt_llm"
@@ -23,7 +24,9 @@ def serving(package: Path, *, mode: str | None = None, idle: float | None = None
     """A server over the package; `mode`: in another mode of the interpreter than it was packaged with; `idle`: with a
     network that sleeps so many seconds a step."""
     with tempfile.TemporaryDirectory(prefix="trtseek-bench-") as folder:
-        repository, backends = find_package(package)
+        found = find_package(package)
+        repository, backends = found.repository, found.backends
+        assert backends is not None  # of flavour trtseek
         if mode is not None:
             repository = change_mode(repository, Path(folder) / "package", mode)
         if idle is not None:

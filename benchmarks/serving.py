@@ -40,7 +40,7 @@ from benchmarks.load import (
     tokens_in,
 )
 from benchmarks.packages import read_vocabulary, serving
-from pipeline.triton.canary import find_package
+from pipeline.triton.package import find_package
 from pipeline.triton.query import Query
 from pipeline.triton.server import TritonServer
 
@@ -226,7 +226,7 @@ def main() -> None:
     if unknown := set(parts) - {*PARTS, "soak"}:
         parser.error(f"unknown parts {', '.join(sorted(unknown))}")
     held = []
-    vocabulary = read_vocabulary(find_package(arguments.package)[0])
+    vocabulary = read_vocabulary(find_package(arguments.package).repository)
     began = time.monotonic()
     # Answers are held against each other in the soak, so it runs where the batch does not change them.
     groups = ((tuple(name for name in parts if name != "soak"), None), (("soak",) if "soak" in parts else (), "exact"))

@@ -12,6 +12,8 @@ from pipeline.cli.options import OutputFile, config_argument, read_config
 if TYPE_CHECKING:
     from collections.abc import Sequence
 
+    from pipeline.triton.package import Rehearsal
+    from pipeline.triton.server import TritonServer
     from pipeline.triton.supervisor import Supervisor
 
 MEGABYTE = 1 << 20
@@ -32,6 +34,11 @@ MEGABYTE = 1 << 20
 @click.option("--log", type=OutputFile(), help="Triton's log; else serve.log beside the package.")
 @click.option("--tritonserver", type=click.Path(path_type=Path), help="The server to run; else the one on PATH.")
 @click.option("--check", is_flag=True, help="Load the package, send one request, and exit.")
+@click.option(
+    "--rehearse",
+    is_flag=True,
+    help="Of a package for NVIDIA's image: serve it here, the interpreter in the place of TensorRT-LLM's engine.",
+)
 def command(
     config_file: str,
     overrides: tuple[str, ...],
@@ -44,6 +51,7 @@ def command(
     log: Path | None,
     tritonserver: Path | None,
     check: bool,
+    rehearse: bool,
 ) -> None:
     """Serve a package with Triton Inference Server until Ctrl-C or SIGTERM.
 
@@ -52,24 +60,22 @@ def command(
     loaded again. At the end, requests in flight are finished within --grace seconds.
     """
     from pipeline.triton.addresses import Addresses
-    from pipeline.triton.canary import check_package, find_package
+    from pipeline.triton.canary import check_package
     from pipeline.triton.installation import find_installation
-    from pipeline.triton.server import TritonServer
+    from pipeline.triton.package import find_package
     from pipeline.triton.supervisor import Patience, Supervisor
 
     installation = find_installation(tritonserver)
-    package, default_log = _find(config_file, overrides)
-    repository, backends = find_package(package)
+    package, default_log, rehearsal = _find(config_file, overrides, rehearse)
+    found = find_package(package)
     log = log or default_log
     if check:
-        result = check_package(package, log=log, installation=installation)
+        result = check_package(package, log=log, installation=installation, rehearsal=rehearsal)
         click.echo(f"{package}: models loaded in {result.loaded:.1f} s, a request answered in {result.answered:.2f} s")
         return
 
     def make_server(addresses: Addresses) -> TritonServer:
-        return TritonServer(
-            installation, repository=repository, backends=[backends], log=log, addresses=addresses, grace=grace
-        )
+        return found.make_server(installation, log=log, rehearsal=rehearsal, addresses=addresses, grace=grace)
 
     supervisor = Supervisor(
         make_server,
@@ -82,22 +88,29 @@ def command(
     _run(supervisor)
 
 
-def _find(config_file: str, overrides: Sequence[str]) -> tuple[Path, Path]:
-    """The package, made if need be, and where its server's log goes."""
+def _find(config_file: str, overrides: Sequence[str], rehearse: bool) -> tuple[Path, Path, Rehearsal | None]:
+    """The package, made if need be, where its server's log goes, and what stands in for an engine of TensorRT-LLM's."""
     from pipeline.triton.emission import REPOSITORY
+    from pipeline.triton.package import Rehearsal
 
     folder = Path(config_file)
     if (folder / REPOSITORY).is_dir():
-        return folder, Path("serve.log").resolve()
+        if rehearse:
+            raise click.UsageError("--rehearse needs the config, which has the checkpoint: a package has not")
+        return folder, Path("serve.log").resolve(), None
     from pipeline.cli.source import check_source
     from pipeline.progress import make_reporter
     from pipeline.stages.executor import Executor
     from pipeline.stages.graph import load_stages
+    from pipeline.stages.network import built_checkpoint
 
     config = read_config(config_file, overrides)
     check_source(config)
+    if rehearse and config.target.world.flavour != "tensorrtllm":
+        raise click.UsageError(f"--rehearse is for target.backend tensorrt_llm, and this is {config.target.backend}")
     made = Executor(config, load_stages(), make_reporter()).run()
-    return made["package"].path, (config.run_folder / "serve.log").resolve()
+    rehearsal = Rehearsal(checkpoint=built_checkpoint(made), mode="fast") if rehearse else None
+    return made["package"].path, (config.run_folder / "serve.log").resolve(), rehearsal
 
 
 def _run(supervisor: Supervisor) -> None:

@@ -21,7 +21,6 @@ from pipeline.progress import SILENT, Progress
 
 if TYPE_CHECKING:
     from pipeline.config.schema import Config
-    from pipeline.engine.description import EngineDescription
 
 FORMAT = 1
 MANIFEST, SUMS = "manifest.json", "SHA256SUMS"
@@ -29,6 +28,18 @@ MANIFEST, SUMS = "manifest.json", "SHA256SUMS"
 STORE_MARKER = "artifact.json"
 # Distributions whose versions a reader of a report wants to know.
 LIBRARIES = ("torch", "transformers", "tokenizers", "safetensors", "numpy", "tensorrt-rtx", "tritonclient", "protobuf")
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Built:
+    """What a package serves. digest: of the engine; None where a checkpoint is loaded as it is. sm: None where nobody
+    says what it was built on. network_digest: of the network that was proved for it."""
+
+    backend: str
+    backend_version: str | None
+    sm: int | None
+    digest: str | None
+    network_digest: str
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -51,7 +62,7 @@ def write_manifest(
     folder: Path,
     *,
     config: Config,
-    engine: EngineDescription,
+    built: Built,
     verification: Mapping[str, Any],
     checkpoint_config: Mapping[str, Any],
     progress: Progress = SILENT,
@@ -61,7 +72,7 @@ def write_manifest(
     `verification` is verify.json, `checkpoint_config` the engine checkpoint's config.json. Raises PackageError where
     the engine's network is not the proved one, or a gate did not pass: such a package is none.
     """
-    _check_proof(engine, verification)
+    _check_proof(built, verification)
     files = list_files(folder)
     progress.start("SHA-256", sum((folder / name).stat().st_size for name in files), "B")
     sums = {name: hash_file(folder / name, progress) for name in files}
@@ -77,12 +88,12 @@ def write_manifest(
         },
         "target": {
             "gpu": config.target.gpu,
-            "sm": engine.sm,
-            "backend": engine.backend,
-            "backend_version": engine.backend_version,
+            "sm": built.sm,
+            "backend": built.backend,
+            "backend_version": built.backend_version,
         },
-        "network_digest": engine.network_digest,
-        "engine_digest": engine.digest,
+        "network_digest": built.network_digest,
+        "engine_digest": built.digest,
         "gates": verification["gates"],
         "libraries": {name: version for name in LIBRARIES if (version := _find_version(name))},
         # Where it was made does not matter, nor whether it was tried in a server.
@@ -154,11 +165,12 @@ def hash_file(path: Path, progress: Progress = SILENT) -> str:
     return hasher.hexdigest()
 
 
-def _check_proof(engine: EngineDescription, verification: Mapping[str, Any]) -> None:
-    built, proved = engine.network_digest, verification["network_digest"]
-    if built != proved:
+def _check_proof(built: Built, verification: Mapping[str, Any]) -> None:
+    proved = verification["network_digest"]
+    if built.network_digest != proved:
         raise PackageError(
-            f"the engine is of network {built}, verify.json of {proved}", hint="run verify and build again"
+            f"the engine is of network {built.network_digest}, verify.json of {proved}",
+            hint="run verify and build again",
         )
     failed = [gate["name"] for gate in verification["gates"] if gate["passed"] is False]
     if failed:

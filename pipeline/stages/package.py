@@ -5,9 +5,10 @@ from __future__ import annotations
 import json
 from typing import TYPE_CHECKING, Any
 
-from pipeline.errors import PackageError
+from pipeline.stages.foreign_package import package_llmapi, package_tensorrt_llm
 from pipeline.stages.graph import Stage, StageContext
 from pipeline.stages.network import NETWORK_FILE, built_checkpoint
+from pipeline.stages.package_check import check_package
 from pipeline.stages.verify import REPORT
 from pipeline.triton import MODEL_REPO
 
@@ -16,11 +17,14 @@ if TYPE_CHECKING:
     from pathlib import Path
 
     from pipeline.config.schema import Config
+    from pipeline.release.manifest import Built
+
+COPIED = (".py", ".pbtxt", ".sh")
 
 
 def _sources(config: Config) -> Mapping[str, Sequence[Path]]:
     """The models' own code and configs: they are copied into the package."""
-    return {"model_repo": sorted(path for path in MODEL_REPO.rglob("*") if path.suffix in (".py", ".pbtxt"))}
+    return {"model_repo": sorted(path for path in MODEL_REPO.rglob("*") if path.suffix in COPIED)}
 
 
 def _parameters(config: Config) -> Mapping[str, Any]:
@@ -29,37 +33,14 @@ def _parameters(config: Config) -> Mapping[str, Any]:
 
 
 def _run(context: StageContext) -> None:
-    flavour = context.config.target.world.flavour
-    if flavour not in FLAVOURS:
-        raise PackageError(
-            f"no repository of flavour {flavour} is written by this version: {context.inputs['build'].path} is what to "
-            "write it around",
-            hint="stop before: --until build",
-        )
-    FLAVOURS[flavour](context)
-
-
-def _package_own(context: StageContext) -> None:
-    from pipeline.engine.description import load_description
     from pipeline.release.manifest import write_manifest
-    from pipeline.stages.package_check import check_package
-    from pipeline.triton.repository import emit_repository
 
-    folder = context.workspace.path
-    build, checkpoint = context.inputs["build"].path, built_checkpoint(context.inputs)
-    emit_repository(
-        folder,
-        config=context.config,
-        engine=build,
-        checkpoint=checkpoint,
-        network=build / NETWORK_FILE,
-        on_link=context.workspace.recognise,
-        progress=context.progress,
-    )
+    folder, checkpoint = context.workspace.path, built_checkpoint(context.inputs)
+    built = FLAVOURS[context.config.target.world.flavour](context)
     write_manifest(
         folder,
         config=context.config,
-        engine=load_description(build),
+        built=built,
         verification=json.loads((context.inputs["verify"].path / REPORT).read_text(encoding="utf-8")),
         checkpoint_config=json.loads((checkpoint / "config.json").read_text(encoding="utf-8")),
         progress=context.progress,
@@ -67,7 +48,36 @@ def _package_own(context: StageContext) -> None:
     check_package(context, folder, checkpoint)
 
 
-FLAVOURS: Mapping[str, Callable[[StageContext], None]] = {"trtseek": _package_own}
+def _package_own(context: StageContext) -> Built:
+    from pipeline.engine.description import load_description
+    from pipeline.release.manifest import Built
+    from pipeline.triton.repository import emit_repository
+
+    build = context.inputs["build"].path
+    emit_repository(
+        context.workspace.path,
+        config=context.config,
+        engine=build,
+        checkpoint=built_checkpoint(context.inputs),
+        network=build / NETWORK_FILE,
+        on_link=context.workspace.recognise,
+        progress=context.progress,
+    )
+    engine = load_description(build)
+    return Built(
+        backend=engine.backend,
+        backend_version=engine.backend_version,
+        sm=engine.sm,
+        digest=engine.digest,
+        network_digest=engine.network_digest,
+    )
+
+
+FLAVOURS: Mapping[str, Callable[[StageContext], Built]] = {
+    "trtseek": _package_own,
+    "tensorrtllm": package_tensorrt_llm,
+    "llmapi": package_llmapi,
+}
 STAGE = Stage(
     name="package",
     version=2,

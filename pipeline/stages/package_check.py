@@ -12,6 +12,7 @@ if TYPE_CHECKING:
 # What serving from the CPU takes: weights unpacked to 16 bits from 4 and their scales, and the models' processes.
 MEMORY_PER_BYTE, MEMORY_BESIDE = 5, 2 << 30
 LOG = "package.log"
+REHEARSAL_MODE = "fast"
 
 
 def check_package(context: StageContext, folder: Path, checkpoint: Path) -> None:
@@ -20,9 +21,13 @@ def check_package(context: StageContext, folder: Path, checkpoint: Path) -> None
     from pipeline.triton.canary import check_package as load_and_ask
     from pipeline.triton.errors import ServerError
     from pipeline.triton.installation import find_installation
+    from pipeline.triton.package import Rehearsal
 
-    wanted = context.config.stages.package.check
+    wanted, flavour = context.config.stages.package.check, context.config.target.world.flavour
     if wanted == "never":
+        return
+    if flavour == "llmapi":
+        context.progress.note("not loaded in a server: NVIDIA's Triton model of the LLM API is in its image alone")
         return
     try:
         installation = find_installation()
@@ -34,11 +39,15 @@ def check_package(context: StageContext, folder: Path, checkpoint: Path) -> None
     if wanted == "auto" and (reason := _find_shortage(checkpoint)):
         context.progress.note(f"not loaded in a server: {reason}")
         return
-    context.progress.start("load in Triton, and ask", 1, "packages")
-    result = load_and_ask(folder, log=context.config.run_folder / LOG, installation=installation)
+    # Of an engine of TensorRT-LLM's, all but the engine: our backend stands in for its own.
+    rehearsal = Rehearsal(checkpoint=checkpoint, mode=REHEARSAL_MODE) if flavour == "tensorrtllm" else None
+    context.progress.start("rehearse in Triton" if rehearsal else "load in Triton, and ask", 1, "packages")
+    log = context.config.run_folder / LOG
+    result = load_and_ask(folder, log=log, installation=installation, rehearsal=rehearsal)
     context.progress.advance(1)
+    how = "rehearsed in Triton, the interpreter in the engine's place: loaded" if rehearsal else "loaded in Triton"
     context.progress.note(
-        f"loaded in Triton in {format_seconds(result.loaded)}, a request answered in {format_seconds(result.answered)}"
+        f"{how} in {format_seconds(result.loaded)}, a request answered in {format_seconds(result.answered)}"
     )
 
 

@@ -8,10 +8,9 @@ import pytest
 
 from pipeline.config.schema import Config
 from pipeline.errors import PackageError
-from pipeline.release.manifest import MANIFEST, SUMS, check_release, find_wrong_sizes, list_files, write_manifest
-from tests.triton.emission import describe_engine
+from pipeline.release.manifest import MANIFEST, SUMS, Built, check_release, find_wrong_sizes, list_files, write_manifest
 
-ENGINE = describe_engine(sm=80, network_digest="blake3:n", digest="blake3:e")
+BUILT = Built(backend="tensorrt_rtx", backend_version="1.7.1.116", sm=80, network_digest="blake3:n", digest="blake3:e")
 GATES = [
     {"name": "network_exact", "value": 3e-6, "bound": 1e-4, "relation": "<=", "passed": True},
     {"name": "mean_kl", "value": 0.5, "bound": None, "relation": "<=", "passed": None},
@@ -48,7 +47,7 @@ def folder(tmp_path):
 
 def write(folder, **changes):
     config = Config(name="r", model={"path": Path("checkpoints/m")}, target={"gpu": "A100"})
-    arguments = {"engine": ENGINE, "verification": VERIFICATION, "checkpoint_config": CHECKPOINT, **changes}
+    arguments = {"built": BUILT, "verification": VERIFICATION, "checkpoint_config": CHECKPOINT, **changes}
     return write_manifest(folder, config=config, **arguments)
 
 

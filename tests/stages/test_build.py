@@ -17,7 +17,7 @@ def test_an_edited_kernel_is_another_engine(monkeypatch: pytest.MonkeyPatch) -> 
     monkeypatch.chdir(ROOT)
     plugins, native = load_config("a100-int4-plugins"), load_config("a100-int4")
     before, kept = STAGE.parameters(plugins), STAGE.parameters(native)
-    assert before["kernels"].keys() == {"rope_paged_kv", "paged_attention"} and kept["kernels"] == {}
+    assert before["kernels"].keys() == {"rope_paged_kv", "paged_attention", "moe_experts"} and kept["kernels"] == {}
     monkeypatch.setattr("plugins.passed.digest_source", lambda module: f"edited {module}")
     assert STAGE.parameters(plugins) != before
     assert STAGE.parameters(native) == kept

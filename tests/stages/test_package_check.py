@@ -12,6 +12,7 @@ from pipeline.progress import SILENT
 from pipeline.stages import package_check
 from pipeline.stages.package import STAGE
 from pipeline.triton import canary, installation
+from pipeline.triton import package as packages
 from pipeline.triton.backend import loading
 from pipeline.triton.errors import ServerError
 
@@ -21,9 +22,13 @@ class Notes(type(SILENT)):
         self.note = notes.append
 
 
-def make_context(tmp_path, check):
+def make_context(tmp_path, check, backend="tensorrt_rtx"):
     config = Config(
-        name="x", model={"path": Path("m")}, target={"gpu": "L4"}, output=tmp_path, stages={"package": {"check": check}}
+        name="x",
+        model={"path": Path("m")},
+        target={"gpu": "L4", "backend": backend},
+        output=tmp_path,
+        stages={"package": {"check": check}},
     )
     notes = []
     return types.SimpleNamespace(config=config, progress=Notes(notes), notes=notes)
@@ -32,16 +37,17 @@ def make_context(tmp_path, check):
 @pytest.fixture
 def asked(monkeypatch):
     """The packages that were loaded in a server."""
-    packages = []
+    tried = []
 
-    def check(folder, *, log, installation):
-        packages.append(folder)
+    def check(folder, *, log, installation, rehearsal):
+        tried.append(folder)
+        tried.extend([rehearsal] if rehearsal else [])
         return canary.Check(loaded=1.0, answered=0.5)
 
     monkeypatch.setattr(canary, "check_package", check)
     monkeypatch.setattr(installation, "find_installation", lambda: None)
     monkeypatch.setattr(loading, "free_memory", lambda: 64 << 30)
-    return packages
+    return tried
 
 
 def remove_server(monkeypatch):
@@ -57,6 +63,20 @@ def test_a_package_is_tried(tmp_path, asked, check):
     package_check.check_package(context, tmp_path / "package", tmp_path)
     assert asked == [tmp_path / "package"]
     assert context.notes == ["loaded in Triton in 1.0 s, a request answered in 0.5 s"]
+
+
+def test_a_package_for_nvidias_image_is_rehearsed(tmp_path, asked):
+    context = make_context(tmp_path, "auto", "tensorrt_llm")
+    package_check.check_package(context, tmp_path / "package", tmp_path)
+    assert asked == [tmp_path / "package", packages.Rehearsal(checkpoint=tmp_path, mode="fast")]
+    assert context.notes[0].startswith("rehearsed in Triton, the interpreter in the engine's place: loaded in 1.0 s")
+
+
+def test_the_llm_api_is_in_nvidias_image_alone(tmp_path, asked):
+    context = make_context(tmp_path, "always", "llmapi")
+    package_check.check_package(context, tmp_path / "package", tmp_path)
+    assert asked == []
+    assert "NVIDIA's Triton model of the LLM API is in its image alone" in context.notes[0]
 
 
 def test_never_means_never(tmp_path, asked):
@@ -94,7 +114,7 @@ def test_it_is_no_parameter_of_the_stage(tmp_path):
 
 def test_a_folder_that_is_no_package(tmp_path):
     with pytest.raises(PackageError, match="is no package"):
-        canary.find_package(tmp_path)
+        packages.find_package(tmp_path)
 
 
 def test_a_damaged_package_is_refused_before_triton_says_nothing_of_it(tmp_path):
@@ -106,12 +126,13 @@ def test_a_damaged_package_is_refused_before_triton_says_nothing_of_it(tmp_path)
     engine.write_bytes(b"12345")
     sizes = {"artifacts/model.engine": {"size": 5}, "model_repository/m/config.pbtxt": {"size": 9}}
     (tmp_path / "manifest.json").write_text(json.dumps({"files": sizes}))
-    assert canary.find_package(tmp_path) == (models.resolve(), (tmp_path / "backends").resolve())
+    found = packages.find_package(tmp_path)
+    assert (found.repository, found.backends) == (models.resolve(), (tmp_path / "backends").resolve())
     config.write_text('name: "m" max_batch_size: 4')  # whoever serves it may
-    canary.find_package(tmp_path)
+    packages.find_package(tmp_path)
     config.write_text("garbage {")
     with pytest.raises(PackageError, match=r"m/config.pbtxt: 1:1 .*garbage"):
-        canary.find_package(tmp_path)
+        packages.find_package(tmp_path)
     engine.write_bytes(b"1")
     with pytest.raises(PackageError, match=r"model.engine has 1 bytes, manifest.json says 5"):
-        canary.find_package(tmp_path)
+        packages.find_package(tmp_path)

@@ -21,10 +21,11 @@ from pipeline.runtime.generation import generate
 from pipeline.runtime.runner import InterpreterRunner
 from pipeline.triton.backend.rehearsal import load_rehearsal
 from pipeline.triton.client import Answer, Client, ask_all
+from pipeline.triton.errors import ServerError
 from pipeline.triton.installation import find_installation
+from pipeline.triton.package import Rehearsal, find_package
 from pipeline.triton.query import Query
 from pipeline.triton.server import TritonServer
-from pipeline.triton.tensorrtllm.rehearsal import rehearse
 from tests.triton.tensorrtllm.packages import emit
 
 PROMPTS = [[5, 17, 42, 9], [7, 7, 30, 11, 12, 60, 3], list(range(3, 40))]
@@ -46,7 +47,8 @@ def package(converted_llama: Path, tmp_path_factory: pytest.TempPathFactory) -> 
 def server(package: Path, converted_llama: Path, tmp_path_factory: pytest.TempPathFactory) -> Iterator[TritonServer]:
     before = digest(package)
     log = tmp_path_factory.mktemp("log") / "triton.log"
-    server = rehearse(find_installation(), package, checkpoint=converted_llama, mode="exact", log=log, grace=1)
+    rehearsal = Rehearsal(checkpoint=converted_llama, mode="exact")
+    server = find_package(package).make_server(find_installation(), log=log, rehearsal=rehearsal, grace=1)
     with server:
         server.start(300)
         yield server
@@ -130,6 +132,11 @@ def test_a_cancelled_text_frees_its_blocks(server: TritonServer, client: Client)
 def _used_blocks(server: TritonServer) -> float:
     (line,) = [line for line in server.control.metrics().splitlines() if "block_metrics" in line and '"used"' in line]
     return float(line.rpartition(" ")[2])
+
+
+def test_without_the_word_it_is_not_served_here(package: Path, tmp_path: Path) -> None:
+    with pytest.raises(ServerError, match=r"launch\.sh there, or rehearse it"):
+        find_package(package).make_server(find_installation(), log=tmp_path / "log")
 
 
 def test_outside_a_rehearsal_it_says_what_it_is(package: Path) -> None:
