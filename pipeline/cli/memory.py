@@ -24,7 +24,8 @@ def describe_memory(config: Config, architecture: Architecture, tensors: Mapping
     from pipeline.engine.split import Split
 
     dtype = config.stages.convert.dtype or architecture.dtype
-    limits, moe, rules = config.stages.build.limits(), config.stages.build.moe, config.stages.quantize.rules
+    build, rules = config.stages.build, config.stages.quantize.rules
+    limits, moe = build.limits(), "plugin" if build.lowering.moe_experts == "plugin" else build.moe
     fp8 = Case(config=config, architecture=architecture, tensors=tensors).kept_fp8 is not None
     split = Split(**config.target.parallel.model_dump())
     plan = plan_memory(architecture, dtype=dtype, limits=limits, rules=rules, fp8=fp8, moe=moe, split=split)
@@ -54,7 +55,7 @@ def describe_memory(config: Config, architecture: Architecture, tensors: Mapping
 
 
 def print_memory(memory: Mapping[str, Any]) -> None:
-    print_title(f"memory of {_name_gpus(memory)}, {format_bytes(memory['gpu_bytes'])}")
+    print_title(f"memory of {name_gpus(memory)}, {format_bytes(memory['gpu_bytes'])}")
     largest_profile = max(memory["profiles"], key=lambda profile: int(profile["workspace_bytes"]))["profile"]
     per_token = format_bytes(memory["kv_bytes_per_token"])
     rows = [
@@ -70,15 +71,14 @@ def print_memory(memory: Mapping[str, Any]) -> None:
         click.secho("  does not fit: lower the limits under stages.build, or take a larger GPU", fg="red", bold=True)
     if memory["gpus"] > 1:
         click.echo("  buffers of the exchange between GPUs are not counted")
-    per_gpu = ", of each GPU's own sequences" if memory["parallel"]["expert"] > 1 else ""
-    print_title(f"largest batch that fits, in an engine built for that length{per_gpu}")
+    print_title("largest batch that fits, in an engine built for that length")
     print_table(
         [(f"{fit['length']} tokens", f"x {fit['batch']}" if fit["batch"] else "-") for fit in memory["largest"]]
     )
 
 
-def _name_gpus(memory: Mapping[str, Any]) -> str:
+def name_gpus(memory: Mapping[str, Any]) -> str:
     if memory["gpus"] == 1:
         return f"one {memory['gpu']}"
-    sizes = " x ".join(f"{name} {size}" for name, size in memory["parallel"].items() if size > 1)
+    sizes = ", ".join(f"{name} {size}" for name, size in memory["parallel"].items() if size > 1)
     return f"each of {memory['gpus']} {memory['gpu']} ({sizes})"

@@ -165,7 +165,7 @@ def _pick_part(
         architecture=shrunk,
         spec=spec,
         weights=weights[heaviest],
-        exchanged=split.expert,
+        exchanged=split.exchanged(architecture),
         fp8=fp8,
         # Pools are the ports of rank 4; everything else is int32 or float32.
         ports=tuple(port for port in ports if len(port.axes) < 4),

@@ -1,15 +1,16 @@
-"""One model over several GPUs, as sizes: what each of them holds. For `plan`; engines over several GPUs are not built.
+"""One model over several GPUs, as sizes: what each of them holds. For `plan`.
 
-The GPUs form a grid of tensor x pipeline x expert. *Tensor* splits heads, MLP columns and experts' columns; what every
-head reads (MLA's latent, the norms, the router, the embedding) is held by each. *Pipeline* gives each GPU a range of
-layers. *Expert* gives each GPU whole experts and, apart from them, the whole rest of the layer, for sequences of its
-own: data parallel attention, as DeepSeek serves V3 (arXiv 2412.19437 §3.4).
+By the convention of pipeline/sharding: *tensor* splits heads, columns and the vocabulary, while what every head reads
+(MLA's latent, the norms, the router) is held by each; *pipeline* gives each GPU a range of layers; *expert* gives the
+GPUs of a tensor group whole experts, whose columns tensor / expert of them share.
 """
 
 from __future__ import annotations
 
 from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING
+
+from pipeline.sharding.ranks import Parallel, Rank, layers
 
 if TYPE_CHECKING:
     from pipeline.checkpoint.architecture import Architecture
@@ -29,13 +30,14 @@ TENSOR_SPLIT = (
     "shared_expert.gate",
     "shared_expert.proj",
     "lm_head",
+    "vocab_embedding",
 )
 EMBEDDING = "transformer.vocab_embedding."
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Split:
-    """Sizes that divide what they split (config/rules.py)."""
+    """Sizes that divide what they split (config/parallel_rules.py)."""
 
     tensor: int = 1
     pipeline: int = 1
@@ -43,12 +45,23 @@ class Split:
 
     @property
     def gpus(self) -> int:
-        return self.tensor * self.pipeline * self.expert
+        return self.tensor * self.pipeline
+
+    @property
+    def columns(self) -> int:
+        """Among how many GPUs an expert's columns are divided."""
+        return self.tensor // self.expert
+
+    def exchanged(self, architecture: Architecture) -> int:
+        """How many times a step's rows the experts of one GPU are sent at most: once for each expert that a token may
+        have there."""
+        experts = architecture.experts
+        return 1 if self.expert == 1 or experts is None else min(experts.top_k, experts.num_routed // self.expert)
 
     def stages(self, architecture: Architecture) -> list[range]:
         """The decoder layers of each pipeline stage."""
-        size = architecture.num_layers // self.pipeline
-        return [range(first, first + size) for first in range(0, size * self.pipeline, size)]
+        stages = Parallel(pipeline=self.pipeline)
+        return [range(*layers(architecture, Rank(stages, stage))) for stage in range(self.pipeline)]
 
     def count(self, kind: Kind, architecture: Architecture, layers: range) -> int:
         """How many tensors of a kind a GPU with these layers holds."""
@@ -62,11 +75,13 @@ class Split:
     def share(self, kind: Kind) -> int:
         """Among how many GPUs the elements of each such tensor are divided."""
         base = kind.first.target.removesuffix(".weight").removesuffix(".bias")
-        split = base.endswith(TENSOR_SPLIT) or kind.first.expert is not None
-        return self.tensor if split else 1
+        if kind.first.expert is not None:
+            return self.columns
+        return self.tensor if base.endswith(TENSOR_SPLIT) else 1
 
     def shrink(self, architecture: Architecture, layers: range) -> Architecture:
-        """What one GPU computes, as a model of its own."""
+        """What one GPU computes, as a model of its own. The columns of its shared experts follow from the routed ones',
+        and are counted `expert` times too many."""
         experts = architecture.experts
         return replace(
             architecture,
@@ -78,7 +93,7 @@ class Split:
             and replace(
                 experts,
                 num_routed=experts.num_routed // self.expert,
-                intermediate_size=experts.intermediate_size // self.tensor,
+                intermediate_size=experts.intermediate_size // self.columns,
                 first_dense_layers=min(max(0, experts.first_dense_layers - layers.start), len(layers)),
             ),
         )

@@ -39,22 +39,17 @@ def _count(architecture: Architecture, held: Any) -> int:
 
 
 def test_tensor_parallelism_splits_heads_and_columns_only() -> None:
-    whole = ("q_a_", "kv_a_", "norm", "ln_f", "router", "embedding")
+    whole = ("q_a_", "kv_a_", "norm", "ln_f", "router")
     expected = _count(V2, lambda m: 1 if any(part in m.target for part in whole) else 0.25)
     assert _weights(V2, Split(tensor=4)) == expected < _weights(V2)
     llama = _count(LLAMA, lambda m: 1 if any(part in m.target for part in whole) else 0.5)
     assert _weights(LLAMA, Split(tensor=2)) == llama
 
 
-def test_expert_parallelism_splits_experts_only() -> None:
-    expected = _count(V2, lambda m: 0.25 if m.role == "experts" else 1)
-    assert _weights(V2, Split(expert=4)) == expected
-
-
-def test_both_split_the_experts() -> None:
-    both, tensor = _weights(V2, Split(tensor=2, expert=4)), _weights(V2, Split(tensor=2))
-    experts = _count(V2, lambda m: m.role == "experts")
-    assert tensor - both == experts // 2 - experts // 8
+def test_expert_parallelism_splits_experts_as_tensor_parallelism_does() -> None:
+    """Whole experts in place of columns: as many bytes."""
+    for expert in (1, 2, 4):
+        assert _weights(V2, Split(tensor=4, expert=expert)) == _weights(V2, Split(tensor=4))
 
 
 def test_pipeline_stages_hold_the_whole_model_once() -> None:
@@ -63,6 +58,7 @@ def test_pipeline_stages_hold_the_whole_model_once() -> None:
         parts = [_weights(architecture, split, layers=layers) for layers in split.stages(architecture)]
         assert sum(parts) == _weights(architecture)
     assert split.stages(LLAMA) == [range(2), range(2, 4)]
+    assert Split(pipeline=3).stages(LLAMA) == [range(2), range(2, 3), range(3, 4)]
 
 
 def test_a_tied_head_is_at_both_ends() -> None:
@@ -90,7 +86,7 @@ def test_one_gpus_part_of_v3() -> None:
     assert whole.total_bytes > A100 > part.total_bytes
 
 
-@pytest.mark.parametrize("split", [Split(tensor=8), Split(expert=8), Split(tensor=4, expert=2)])
+@pytest.mark.parametrize("split", [Split(tensor=8), Split(tensor=8, expert=8), Split(tensor=8, expert=2)])
 def test_what_fits_has_room_and_one_more_has_not(split: Split) -> None:
     given = limits(8, 2048)
     for fit in fit_batches(V3, gpu_bytes=A100, dtype="float16", limits=given, rules=RULES, split=split):
@@ -106,11 +102,11 @@ def test_kv_heads_are_split_with_the_query_heads() -> None:
     assert part.kv_bytes_per_token * 4 == whole.kv_bytes_per_token
 
 
-def test_experts_see_the_rows_of_all_their_gpus() -> None:
-    """An eighth of the experts on eight times the rows: what they write is as large as without a split."""
+def test_experts_are_sent_rows_for_each_of_a_tokens_experts() -> None:
+    """An eighth of the experts, on a row for each of the 8 experts that a token has: what they write is as large."""
     given = limits(8, 2048)
     whole, part = (
         dict(plan_memory(V3, dtype="float16", limits=given, split=split).workspaces[0][1].terms)
-        for split in (Split(), Split(expert=8))
+        for split in (Split(), Split(tensor=8, expert=8))
     )
     assert part["experts_down"] == whole["experts_down"] == 256 * 1024 * 7168 * 2
