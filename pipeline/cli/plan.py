@@ -36,6 +36,7 @@ def command(
     holds. What a run takes of this host's disk, memory and time is estimated. Of the other backends it says whether
     they could take this config, and what would change.
     """
+    from pipeline.cli.foreign_memory import describe_foreign_memory, print_foreign_memory
     from pipeline.cli.host import describe_host, print_host
     from pipeline.cli.memory import describe_memory, print_memory
     from pipeline.cli.source import check_source
@@ -46,7 +47,9 @@ def command(
     config = read_config(config_file, overrides)
     source = check_source(config, buildable=False)
     plans = Executor(config, load_stages()).plan(start=start, until=until, force=force)
-    memory = describe_memory(config, source.headers.architecture, source.headers.tensors)
+    foreign = config.target.world.foreign
+    describe = describe_foreign_memory if foreign else describe_memory
+    memory = describe(config, source.headers.architecture, source.headers.tensors)
     host = describe_host(config, source.headers.architecture, source.headers.tensors)
     worlds = describe_worlds(config, source.headers.architecture, source.headers.tensors)
     if as_json:
@@ -57,7 +60,7 @@ def command(
         return
     print_title(f"{config.name}: {config.model.path} for {config.target.gpu} by {config.target.backend}")
     print_plans(plans)
-    print_memory(memory)
+    (print_foreign_memory if foreign else print_memory)(memory)
     print_host(host)
     print_worlds(worlds)
     for note in source.notes:

@@ -106,6 +106,10 @@ def forecast(
         rules=rules,
         fp8=fp8 and not rules.methods,
     )
+    if config.target.world.foreign:
+        # Rank checkpoints are copied into a job, and come back as an engine; a checkpoint to be loaded is exported.
+        stages = ("job", "build") if config.target.backend == "tensorrt_llm" else ("build",)
+        return [*rows, *(Forecast(stage=s, disk_bytes=weights, memory_bytes=None, seconds=None) for s in stages)]
     return [*rows, _forecast_build(config, architecture, weights)]
 
 

@@ -107,3 +107,25 @@ def test_says_what_the_other_backends_would_change(workplace, toy_stages, invoke
     assert any(line.startswith("tensorrt_llm cannot: the TensorRT engines of TensorRT-LLM 1.2.1") for line in lines)
     assert any(line.startswith("because ") and "groups of 32" in line for line in lines)
     assert any(line.startswith("gains an FP8 KV cache; no engine to be built") for line in lines)
+
+
+def test_memory_of_a_backend_whose_workspace_is_its_own(workplace, toy_stages, invoke):
+    options = (
+        "--set",
+        "target.backend=tensorrt_llm",
+        "--set",
+        "target.gpu=H100",
+        "--set",
+        "stages.quantize.method=fp8",
+    )
+    wide, narrow = (read(invoke, *options, "--set", f"stages.quantize.kv_cache={cache}") for cache in ("none", "fp8"))
+    memory = narrow["memory"]
+    assert wide["memory"]["kv_bytes_per_token"] == 2 * memory["kv_bytes_per_token"]
+    left = memory["gpu_bytes"] - memory["weights_bytes"] - memory["reserve_bytes"]
+    assert memory["pool_bytes"] == memory["pool_tokens"] * memory["kv_bytes_per_token"]
+    assert 0.89 < memory["pool_bytes"] / left <= 0.9
+    assert memory["fits"] and memory["largest"] == [{"length": 128, "batch": 2}]
+    assert [row["stage"] for row in narrow["host"]["stages"]] == ["convert", "quantize", "job", "build"]
+    text = invoke("plan", "small", *options).stdout
+    assert "activations and workspace are TensorRT-LLM's own, and not counted" in text
+    assert [row["stage"] for row in read(invoke, "--set", "target.backend=llmapi")["host"]["stages"]][-1] == "build"
