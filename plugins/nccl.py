@@ -1,7 +1,6 @@
 """Exchanges between GPUs, through NCCL's C interface. Not yet run on hardware.
 
-Whoever starts the ranks connects each group once, before the first step: one rank makes an id, the others are told it
-over whatever connects their hosts.
+The processes of the ranks are joined by gloo already (torch.distributed); over it they agree on NCCL's id of a group.
 """
 
 from __future__ import annotations
@@ -64,11 +63,12 @@ class Nccl:
 
 
 class NcclTransport:
-    """A rank's communicator; memory is addresses on its GPU. See transport.Transport."""
+    """A rank's communicator; memory is addresses on its GPU. handle: NCCL's own. See transport.Transport."""
 
     def __init__(self, nccl: Nccl, handle: ctypes.c_void_p, ranks: int, rank: int) -> None:
         self.ranks, self.rank, self.traffic = ranks, rank, Traffic()
-        self._nccl, self._handle = nccl, handle
+        self.handle = handle
+        self._nccl = nccl
 
     def exchange(self, source: int, target: int, sends: Sequence[int], receives: Sequence[int], stream: int) -> None:
         moves = []
@@ -77,7 +77,7 @@ class NcclTransport:
                 if size:
                     moves.append((call, address, size, peer))
                 address += size
-        self._nccl.exchange(moves, self._handle, stream)
+        self._nccl.exchange(moves, self.handle, stream)
 
 
 @cache
@@ -100,19 +100,23 @@ def open_nccl() -> Nccl:
     )
 
 
-_GROUPS: dict[tuple[int, int], NcclTransport] = {}
-
-
-def join_group(first: int, ranks: int, transport: NcclTransport) -> None:
-    """Makes the group of ranks [first, first + ranks) known to the plugins of this process."""
-    _GROUPS[first, ranks] = transport
-
-
 def find_group(first: int, ranks: int) -> NcclTransport:
-    """Raises CompatibilityError where nobody has connected it."""
-    if (first, ranks) not in _GROUPS:
-        raise CompatibilityError(
-            f"ranks {first} to {first + ranks - 1} are not connected, and exchange rows",
-            hint="whoever starts the ranks calls plugins.nccl.open_nccl().connect and join_group on each",
-        )
-    return _GROUPS[first, ranks]
+    """This process' end of the group of ranks [first, first + ranks), connected when first asked for: every rank of it
+    must ask. Raises CompatibilityError where this process is none of several ranks, or NCCL is not there."""
+    from plugins import gloo
+
+    return _connect(gloo.find_group(first, ranks))
+
+
+@cache
+def _connect(meeting: Any) -> NcclTransport:
+    """meeting: the group's end of gloo, over which its first rank tells the others the id that it makes."""
+    import torch
+
+    nccl = open_nccl()
+    told, heard = (torch.zeros(meeting.ranks * ID_BYTES, dtype=torch.uint8) for _ in range(2))
+    if meeting.rank == 0:
+        told.copy_(torch.frombuffer(bytearray(nccl.make_id() * meeting.ranks), dtype=torch.uint8))
+    sizes = [ID_BYTES] * meeting.ranks
+    meeting.exchange(told, heard, sizes, sizes, 0)
+    return nccl.connect(heard[:ID_BYTES].numpy().tobytes(), meeting.ranks, meeting.rank)

@@ -7,8 +7,8 @@ there once, with all its experts and weights; that rank sums them up with their 
 
 Sizes: k experts of a token, R = ranks * T rows, as many as can come to one rank. The workspace of dispatch is
 T * min(k, ranks) messages that go, R that come; that of combine, rows as many as go. Limits: T * min(k, ranks) < 2**31;
-the group is ranks [first, first + ranks) of the world, of which each is connected before its first step
-(plugins/nccl.py on GPUs); all run the same layers in the same order.
+the group is ranks [first, first + ranks) of the world; all are joined by torch.distributed before their first step, and
+run the same layers in the same order, on one stream with whatever else they exchange.
 
 On a GPU the host reads the 2 * ranks counts between the launches, and waits for the stream to do so, once in each
 operation: an engine with these plugins cannot be captured in a CUDA graph.

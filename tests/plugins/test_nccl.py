@@ -6,15 +6,16 @@ import ctypes
 from typing import Any
 
 import pytest
+import torch
 
 import plugins.nccl
 from pipeline.errors import CompatibilityError
 from plugins.carried import Carried
 from plugins.driver import Driver, Function
 from plugins.moe_all_to_all.operation import MoeCombine, MoeDispatch
-from plugins.nccl import Nccl, find_group, join_group, open_nccl
+from plugins.nccl import Nccl, find_group, open_nccl
 from plugins.tensorrt_plugin import run_launches
-from plugins.transport import Bytes
+from plugins.transport import Bytes, Traffic
 from tests.plugins.test_driver import FakeCuda
 
 UNIQUE = bytes(range(128))
@@ -40,7 +41,7 @@ class FakeNccl:
                 ctypes.memmove(arguments[0], UNIQUE, 128)
             elif name == "ncclCommInitRank":
                 handle, ranks, unique, rank = arguments
-                assert (bytes(unique), ranks.value, rank.value) == (UNIQUE, 2, 1)
+                assert (bytes(unique), ranks.value) == (UNIQUE, 2) and rank.value in (0, 1)
                 handle._obj.value = 77
             return 5 if name == self.refuse else 0
 
@@ -61,12 +62,23 @@ class CountingCuda(FakeCuda):
         target[:] = COUNTS
 
 
+class Gloo:
+    """Rank 1's end of ranks 4 and 5, where rank 0 of the two has an id for it."""
+
+    ranks, rank, traffic = 2, 1, Traffic()
+
+    def exchange(
+        self, source: torch.Tensor, target: torch.Tensor, sends: list[int], receives: list[int], stream: int
+    ) -> None:
+        assert sends == receives == [128, 128] and len(source) == 256
+        target[:128] = torch.tensor(list(UNIQUE), dtype=torch.uint8)
+
+
 @pytest.fixture
 def group(monkeypatch: pytest.MonkeyPatch) -> FakeNccl:
-    library = FakeNccl()
-    monkeypatch.setattr(plugins.nccl, "_GROUPS", {})
-    nccl = Nccl(library)
-    join_group(4, 2, nccl.connect(nccl.make_id(), 2, 1))
+    library, gloo = FakeNccl(), Gloo()
+    monkeypatch.setattr(plugins.nccl, "open_nccl", lambda: Nccl(library))
+    monkeypatch.setattr("plugins.gloo.find_group", lambda first, ranks: {(4, 2): gloo}[first, ranks])
     return library
 
 
@@ -131,9 +143,33 @@ def test_what_nccl_says_is_told() -> None:
         Nccl(FakeNccl("ncclCommInitRank")).connect(UNIQUE, 2, 1)
 
 
-def test_a_group_must_be_connected(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(plugins.nccl, "_GROUPS", {})
-    with pytest.raises(CompatibilityError, match="ranks 4 to 5 are not connected"):
+def test_a_group_is_connected_once_by_the_id_of_its_first_rank(group: FakeNccl) -> None:
+    assert find_group(4, 2) is find_group(4, 2)
+    assert find_group(4, 2).handle.value == 77
+    assert group.calls == ["ncclCommInitRank"]
+
+
+def test_the_first_rank_makes_the_id(group: FakeNccl, monkeypatch: pytest.MonkeyPatch) -> None:
+    told = []
+
+    class First(Gloo):
+        rank = 0
+
+        def exchange(
+            self, source: torch.Tensor, target: torch.Tensor, sends: list[int], receives: list[int], stream: int
+        ) -> None:
+            told.append(bytes(source.tolist()))
+            target.copy_(source)
+
+    first = First()
+    monkeypatch.setattr("plugins.gloo.find_group", lambda *_: first)
+    find_group(4, 2)
+    assert told == [UNIQUE * 2]
+    assert group.calls == ["ncclGetUniqueId", "ncclCommInitRank"]
+
+
+def test_ranks_that_are_none_are_refused() -> None:
+    with pytest.raises(CompatibilityError, match="ranks 4 to 5 exchange rows, and this process is none of several"):
         find_group(4, 2)
 
 
