@@ -20,8 +20,8 @@ $(READY): requirements.lock pyproject.toml
 	$(BIN)/pip install -qq --disable-pip-version-check --no-deps --editable .
 	touch $@
 
-engine: $(READY) ## run every stage of CONFIG=a100-int4.yaml that is not cached
-	$(BIN)/trtseek engine "$(CONFIG)"
+engine: $(READY) ## run every stage of CONFIG=a100-int4.yaml that is not cached; RESUME=… takes an engine built elsewhere
+	$(BIN)/trtseek engine "$(CONFIG)" $(if $(RESUME),--resume "$(RESUME)")
 
 serve: $(READY) ## serve CONFIG with Triton until Ctrl-C, made first if it is not there
 	$(BIN)/trtseek serve "$(CONFIG)"
