@@ -70,7 +70,8 @@ def plan_memory(
     split: Split = WHOLE,
 ) -> MemoryPlan:
     """What an engine of these limits needs; of a split model, the GPU with the heaviest layers. dtype: of 16/32-bit
-    weights, activations and the KV cache. fp8: linears stay in the source's FP8 blocks."""
+    weights, activations and the KV cache. fp8: linears stay in the source's FP8 blocks. moe: "dense" or "gather", or
+    "plugin" where moe_experts is one."""
     part = _pick_part(architecture, dtype, limits, rules, fp8=fp8, moe=moe, split=split)
     profiles = limits.profiles()
     per_token = part.kv_bytes_per_token
@@ -113,6 +114,7 @@ class _Part:
 
     architecture: Architecture
     spec: NetworkSpec
+    moe: str
     weights: int
     exchanged: int
     fp8: bool
@@ -130,7 +132,7 @@ class _Part:
             profile,
             dtype=s.dtype,
             block_size=s.block_size,
-            moe=s.moe,
+            moe=self.moe,
             exchanged=self.exchanged,
             fp8=self.fp8,
         )
@@ -158,12 +160,13 @@ def _pick_part(
         for layers in split.stages(architecture)
     }
     heaviest = max(weights, key=lambda layers: weights[layers])
-    spec = NetworkSpec(dtype=dtype, max_seq_len=limits.max_seq_len, block_size=limits.block_size, moe=moe)
+    spec = NetworkSpec(dtype=dtype, max_seq_len=limits.max_seq_len, block_size=limits.block_size)
     shrunk = split.shrink(architecture, heaviest)
     ports = (*network_inputs(shrunk, spec), network_outputs(shrunk, spec)[0])
     return _Part(
         architecture=shrunk,
         spec=spec,
+        moe=moe,
         weights=weights[heaviest],
         exchanged=split.exchanged(architecture),
         fp8=fp8,

@@ -5,8 +5,9 @@ from __future__ import annotations
 from collections.abc import Callable
 
 from pipeline.checkpoint.architecture import Experts
-from pipeline.engine.step import FLOAT32, FORKED_EXPERTS, INT32, Buffers, Step, add_norm
+from pipeline.engine.step import FLOAT32, FORKED_EXPERTS, FORKED_SHARED, INT32, Buffers, Step, add_norm
 from pipeline.engine.workspace import Buffer
+from plugins.moe_experts.operation import lay_out
 
 
 def dense_mlp(s: Step, residual: Buffer, normal: Buffer) -> Buffers:
@@ -81,6 +82,24 @@ def _routed_gather(s: Step, residual: Buffer, normal: Buffer) -> Buffers:
     return add_norm(s, residual, down, *shared)
 
 
+def _routed_plugin(s: Step, residual: Buffer, normal: Buffer) -> Buffers:
+    """One operation, whose own workspace has a row of each width for every pair of a row and an expert."""
+    experts = _experts(s)
+    pairs, width, hidden = s.n["T"] * experts.top_k, experts.intermediate_size, s.a.hidden_size
+    wide = s.n["T"] * hidden * FLOAT32
+    router_input, experts_input = s.plan.kernel(normal, router_input_float32=wide, experts_input=s.hidden)
+    if s.n["T"] * hidden * 2 * width * experts.num_shared >= FORKED_SHARED:
+        s.plan.fork()
+        s.has_streams = True
+    shared = (_gated_mlp(s, normal, width * experts.num_shared),) if experts.num_shared else ()
+    s.plan.next_stream()
+    (chosen,) = s.plan.gemm(router_input, chosen=pairs * INT32)
+    workspace = lay_out(experts.num_routed, pairs, width * s.e, hidden * s.e)[-1]
+    total, _ = s.plan.kernel(experts_input, chosen, experts_sum_float32=wide, experts_workspace=workspace)
+    s.plan.join()
+    return add_norm(s, residual, total, *shared)
+
+
 def _experts(s: Step) -> Experts:
     if s.a.experts is None:
         raise TypeError(f"{s.a.name} has no routed experts")
@@ -90,4 +109,5 @@ def _experts(s: Step) -> Experts:
 MLPS: dict[str, Callable[[Step, Buffer, Buffer], Buffers]] = {
     "dense": _routed_dense,
     "gather": _routed_gather,
+    "plugin": _routed_plugin,
 }

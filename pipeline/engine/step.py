@@ -12,6 +12,8 @@ from pipeline.engine.workspace import Buffer, Schedule
 # before it has used a second stream).
 FORKED_EXPERTS = 1 << 23
 FORKED_GATHER = 1 << 24
+# Shared experts beside a plugin with the routed ones, a stream of their own: seen at 2**29, and not at 2**24.
+FORKED_SHARED = 1 << 25
 FLOAT32 = INT32 = 4
 
 Buffers = tuple[Buffer, ...]

@@ -51,6 +51,15 @@ PAIRS_AT_ONCE, COLUMNS_AT_ONCE = 2048, 1024  # of a program of group_pairs, of c
 PRESCALES = {"": 0, "shared": 1, "each": 2}
 
 
+def lay_out(experts: int, pairs: int, inside: int, outside: int) -> tuple[int, ...]:
+    """Where in the workspace the starts, the order, the pairs' gated rows of `inside` bytes and their outputs of
+    `outside` bytes begin, and its end."""
+    ends = [0]
+    for nbytes in (4 * (experts + 1), 4 * pairs, pairs * inside, pairs * outside):
+        ends.append(ends[-1] + divide_up(nbytes, SCRATCH_ALIGNMENT) * SCRATCH_ALIGNMENT)
+    return tuple(ends)
+
+
 @dataclass(frozen=True, slots=True, kw_only=True)
 class MoeExperts(Operation):
     """sum over k of weights * proj(silu(fc(x)) * gate(x)), in float32.
@@ -161,12 +170,8 @@ class MoeExperts(Operation):
         )
 
     def _places(self, rows: int) -> tuple[int, ...]:
-        """Where in the workspace starts, order, gated and parts begin, and its end."""
         pairs, element = rows * self.top_k, BYTES[self.dtype]
-        ends = [0]
-        for nbytes in (4 * (self.count + 1), 4 * pairs, pairs * self.width * element, pairs * self.hidden * element):
-            ends.append(ends[-1] + divide_up(nbytes, SCRATCH_ALIGNMENT) * SCRATCH_ALIGNMENT)
-        return tuple(ends)
+        return lay_out(self.count, pairs, self.width * element, self.hidden * element)
 
     def scratch_bytes(self, shapes: Sequence[Shape]) -> int:
         return self._places(shapes[0][0])[-1]

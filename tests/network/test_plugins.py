@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 from collections.abc import Callable
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -14,13 +15,15 @@ from pipeline.errors import BuildError, CompatibilityError
 from pipeline.network.plugins import Plugins
 from pipeline.network.skeleton import SkeletonNode, parse_skeleton
 from pipeline.network.spec import Lowering, NetworkSpec
+from pipeline.network.widening import widen_inputs
 from plugins.rope_paged_kv.operation import RopePagedKv
 from tests import fixtures
-from tests.network import models
+from tests.network import formats, models
 from tests.network.serving import prompts, serve
 
 ALL = Lowering(rope_paged_kv="plugin", paged_attention="plugin")
 ROPE, ATTENTION = Lowering(rope_paged_kv="plugin"), Lowering(paged_attention="plugin")
+EXPERTS = Lowering(moe_experts="plugin")
 MODELS: dict[str, Callable[..., models.Model]] = {
     "llama": lambda path, dtype: models.load(fixtures.llama(path, dtype=dtype)),
     "qwen2": lambda path, dtype: models.load(fixtures.qwen2(path, dtype=dtype)),
@@ -38,6 +41,8 @@ MODELS: dict[str, Callable[..., models.Model]] = {
         ("v2", "bfloat16", ROPE),
         ("qwen2", "float32", ALL),
         ("v3", "bfloat16", ALL),
+        ("v2", "float16", EXPERTS),
+        ("v3", "bfloat16", replace(ALL, moe_experts="plugin")),
     ],
 )
 def test_lowerings_agree(name: str, dtype: str, lowering: Lowering, tmp_path: Path) -> None:
@@ -78,6 +83,60 @@ def test_slices_hold_their_own_plugins(tmp_path: Path) -> None:
     whole = serve(model.program(), sequences=sequences)
     for found, wanted in zip(serve(*parts, sequences=sequences), whole, strict=True):
         torch.testing.assert_close(found["logits"], wanted["logits"], rtol=0, atol=1e-5)
+
+
+def load_fp8(path: Path) -> models.Model:
+    """Gate and up projections of experts in FP8, which read one input in one step; down projections in INT4."""
+    kinds = {r"experts.*(gate|up)_proj": "fp8", r"experts.*down_proj": "int4"}
+    model = formats.load(fixtures.deepseek_v3, path, kinds)
+    for name in [name for name in model.source.raw if name.endswith(f".gate.{formats.STEP}")]:
+        model.source.raw[name] = model.source.raw[name.replace(".gate.", ".fc.")]
+    return model
+
+
+def load_int4(write: Callable[..., Path], prescale: str, pattern: str = "experts") -> Callable[[Path], models.Model]:
+    return lambda path: models.load_int4(
+        write, path, pattern=pattern, group=32, prescale=prescale, dtype="float16", num_hidden_layers=2
+    )
+
+
+STORED: dict[str, tuple[Callable[[Path], models.Model], tuple[str, str, str]]] = {
+    "int4": (load_int4(fixtures.deepseek_v2, "all"), ("int4", "int4", "shared")),
+    "int4-each": (load_int4(fixtures.deepseek_v2, "each", r"experts.*down"), ("plain", "int4", "each")),
+    "fp8_blocks": (lambda path: models.load_fp8(fixtures.deepseek_v3, path), ("fp8_blocks", "fp8_blocks", "")),
+    "fp8": (load_fp8, ("fp8", "int4", "shared")),
+}
+
+
+@pytest.mark.parametrize("stored", STORED)
+def test_experts_agree_in_every_format(stored: str, tmp_path: Path) -> None:
+    """Rounded inputs apart, as verify does: FP8's are a question of the last bit."""
+    load, described = STORED[stored]
+    model = load(tmp_path / "hf")
+    plugin = model.program(lowering=EXPERTS)
+    experts = [node for node in plugin.nodes if node.kind == "moe_experts"]
+    routed = [layer for layer in range(model.architecture.num_layers) if model.architecture.is_routed(layer)]
+    assert [node.name for node in experts] == [f"layers.{layer}.mlp.experts.moe_experts" for layer in routed]
+    names = ("up_storage", "down_storage", "prescale")
+    assert {tuple(node.attributes[name] for name in names) for node in experts} == {described}
+    sequences = prompts(model.architecture.vocab_size)
+    both = (serve(widen_inputs(program), sequences=sequences) for program in (model.program(), plugin))
+    for found, wanted in zip(*both, strict=True):
+        torch.testing.assert_close(found["logits"], wanted["logits"], rtol=0, atol=1e-5)
+    if stored == "fp8":
+        rounded, whole = (serve(program, sequences=sequences)[0] for program in (plugin, widen_inputs(plugin)))
+        assert 1e-4 < (rounded["logits"] - whole["logits"]).abs().max() < 1
+
+
+def test_experts_without_a_kernel_are_refused(tmp_path: Path) -> None:
+    model = formats.load(fixtures.deepseek_v2, tmp_path / "int8", {"experts": "int8"})
+    with pytest.raises(CompatibilityError, match=r"experts\.0\.fc is int8, for which plugin moe_experts has no kernel"):
+        model.program(lowering=EXPERTS)
+    model = load_int4(fixtures.deepseek_v2, "each")(tmp_path / "each")
+    with pytest.raises(
+        CompatibilityError, match=r"have several prequant_scaling_factors, plugin moe_experts takes one"
+    ):
+        model.program(lowering=EXPERTS)
 
 
 class FakeTensorRT:
