@@ -11,30 +11,9 @@ from pipeline.checkpoint.layouts import layout_for
 from pipeline.checkpoint.tensors import TensorInfo
 from pipeline.config.case import Case
 from pipeline.config.parallel_rules import PARALLEL_RULES
+from tests.checkpoint.layouts.test_layout import V3
 from tests.config.test_compatibility import CODER, V2_LITE, make_case
-from tests.fixtures import V3_CONFIG
 
-# DeepSeek-V3, as its hub config states it.
-V3 = {
-    **V3_CONFIG,
-    "first_k_dense_replace": 3,
-    "hidden_size": 7168,
-    "intermediate_size": 18432,
-    "kv_lora_rank": 512,
-    "moe_intermediate_size": 2048,
-    "n_group": 8,
-    "n_routed_experts": 256,
-    "num_attention_heads": 128,
-    "num_experts_per_tok": 8,
-    "num_hidden_layers": 61,
-    "num_key_value_heads": 128,
-    "q_lora_rank": 1536,
-    "qk_nope_head_dim": 128,
-    "qk_rope_head_dim": 64,
-    "topk_group": 4,
-    "v_head_dim": 128,
-    "vocab_size": 129280,
-}
 RTN, KEPT = {"stages.quantize.method": "rtn"}, {"stages.quantize.method": "none"}
 
 

@@ -14,6 +14,7 @@ from pipeline.errors import CheckpointError
 from pipeline.network.network import Network, build_stripped_network
 from pipeline.network.placeholders import Placeholder, RecordingSource, Visitor
 from pipeline.network.readback import read_network
+from pipeline.sharding import Parallel, Rank
 from tests import fixtures
 from tests.network import formats, models
 
@@ -44,14 +45,19 @@ MODELS: dict[str, Callable[[Path], models.Model]] = {
 }
 
 
-def _strip(model: models.Model, visit: Visitor | None = None, source: object = None) -> Network:
+def _strip(
+    model: models.Model,
+    visit: Visitor | None = None,
+    source: object = None,
+    rank: Rank = Rank(),  # noqa: B008
+) -> Network:
     import tensorrt_rtx as trt
 
     definition = trt.Builder(trt.Logger(trt.Logger.ERROR)).create_network(0)
     return build_stripped_network(
         trt,
         definition,
-        model.spec(),
+        model.spec(rank=rank),
         model.architecture,
         source or model.source,  # type: ignore[arg-type]
         visit=visit,
@@ -64,6 +70,20 @@ def test_the_digest_is_that_of_the_network_with_its_weights(name: str, tmp_path:
     full, stripped = model.program(), read_network(_strip(model))
     assert stripped.dump() == full.dump() and stripped.digest() == full.digest()
     assert stripped.absent and not stripped.absent.keys() & stripped.constants.keys()
+
+
+@pytest.mark.parametrize("index", range(2))
+def test_a_rank_has_one_digest_too(index: int, tmp_path: Path) -> None:
+    """Its constants are slices, some of them copies that nothing but the network holds."""
+    made = formats.load(
+        fixtures.deepseek_v3,
+        tmp_path / "hf",
+        {r"mlp.*_proj|o_proj": "int4"},
+        num_hidden_layers=2,
+        moe_intermediate_size=128,
+    )
+    rank = Rank(Parallel(tensor=2, expert=2), index)
+    assert read_network(_strip(made, rank=rank)).digest() == made.program(rank=rank).digest()
 
 
 def test_every_constant_is_shown_once_as_the_full_network_holds_it(v2: models.Model) -> None:
