@@ -81,6 +81,7 @@ def _prescaled(source: TensorSource, base: str, weight: torch.Tensor) -> torch.T
 # How a linear of each format becomes float32 [out, in]; FP8 blocks are block_scales' business.
 _DEQUANTIZE: dict[str | None, Callable[[TensorSource, str], torch.Tensor]] = {
     "int4": _dequantize_int4,
+    "int4_fp8": _dequantize_int4,
     "fp8": lambda source, base: _dequantize_rows(source, base, WEIGHT_SCALES),
     "fp8_rows": lambda source, base: _dequantize_rows(source, base, CHANNEL_SCALES),
     "int8": lambda source, base: _dequantize_rows(source, base, CHANNEL_SCALES),

@@ -10,7 +10,7 @@ if TYPE_CHECKING:
     from pipeline.config.case import Case
 
 FIRST_AMPERE = 80
-FP8_FORMATS = ("fp8", "fp8_blocks")
+FP8_FORMATS = ("fp8", "fp8_blocks", "int4_fp8")
 
 
 def find_fp8(case: Case) -> str | None:
@@ -20,6 +20,13 @@ def find_fp8(case: Case) -> str | None:
     method = next((name for name in case.quantize.rules.methods if METHODS[name].format in FP8_FORMATS), None)
     what = f"method {method}" if method else f"the FP8 tensor {stored}" if stored else None
     return f"{what} needs FP8 tensor cores, SM89 or later; the {case.gpu.name} is SM{case.gpu.sm}" if what else None
+
+
+def find_foreign_method(case: Case) -> str | None:
+    """The network of a W4A8 linear runs in the interpreter, for proofs; TensorRT has no kernel for it."""
+    if case.config.target.backend == "tensorrt_llm" or "awq_fp8" not in case.quantize.rules.methods:
+        return None
+    return f"method awq_fp8 is what TensorRT-LLM's W4A8 kernels compute; {case.config.target.backend} has none"
 
 
 def find_bf16(case: Case) -> str | None:

@@ -11,7 +11,9 @@ from pipeline.config.section import Positive, Ratio, Section
 from pipeline.quantization.options import Effort, Goal
 from pipeline.quantization.selection import GroupSize, Override
 
-Method = Literal["awq", "gptq", "awq_gptq", "rtn", "rtn_clip", "fp8", "fp8_blocks", "int8", "smoothquant", "none"]
+Method = Literal[
+    "awq", "awq_fp8", "gptq", "awq_gptq", "rtn", "rtn_clip", "fp8", "fp8_blocks", "int8", "smoothquant", "none"
+]
 Format = Literal["int4", "fp8", "fp8_blocks", "int8", "int8_sq"]
 
 

@@ -117,6 +117,12 @@ RULES: tuple[Rule, ...] = (
         "stages.convert.dtype: bfloat16, which multiplies a checkpoint's FP8 out",
     ),
     Rule(
+        "w4a8_is_tensorrt_llms",
+        "stages.quantize.method",
+        format_rules.find_foreign_method,
+        "use method awq, or target.backend: tensorrt_llm",
+    ),
+    Rule(
         "turing_has_less",
         "target.gpu",
         format_rules.find_turing,

@@ -81,8 +81,8 @@ class Quantize(Section):
     method: Method = Field(
         default="awq",
         description="INT4 weights: awq, activation-aware scale search (arXiv 2306.00978); gptq, rounding that makes "
-        "up for its own errors (arXiv 2210.17323); awq_gptq, both; rtn, round to nearest; rtn_clip, the same within "
-        "each group's best range. fp8: E4M3 weights and "
+        "up for its own errors (arXiv 2210.17323); awq_gptq, both; awq_fp8, awq with FP8 inputs, which TensorRT-LLM "
+        "alone has; rtn, round to nearest; rtn_clip, the same within each group's best range. fp8: E4M3 weights and "
         "inputs, one static scale each (from SM89 on). fp8_blocks: E4M3 weights in 128 x 128 blocks; saves memory, not "
         "time. int8: weights alone, a scale per output channel. smoothquant: INT8 weights and inputs (arXiv "
         "2211.10438). none: stay 16-bit.",

@@ -15,11 +15,12 @@ from pipeline.checkpoint.layouts.scales import (
     FP8,
     INT8,
     WEIGHT_SCALES,
+    WEIGHT_SCALES_2,
     count_blocks,
 )
 from pipeline.checkpoint.tensors import RawTensor, TensorInfo
 from pipeline.errors import QuantizationError
-from pipeline.quantization import fp8, int4, int8
+from pipeline.quantization import fp8, int4, int8, w4a8
 
 if TYPE_CHECKING:
     from pipeline.quantization.problem import Treatment
@@ -56,6 +57,24 @@ def _pack_int4(linear: Linear, weight: int4.Rows, treatment: Treatment, scale_dt
             name=f"{linear.name}.weight",
         )
     return [RawTensor.from_torch(packed), RawTensor.from_torch(scales)]
+
+
+def _describe_int4_fp8(linear: Linear) -> list[TensorInfo]:
+    one = [TensorInfo(f"{linear.name}.{kind}", "F32", (1,)) for kind in (WEIGHT_SCALES_2, ACTIVATION_SCALES)]
+    return [*_describe_int4(linear), *one]
+
+
+def _pack_int4_fp8(
+    linear: Linear, weight: int4.Rows, treatment: Treatment, scale_dtype: torch.dtype
+) -> list[RawTensor]:
+    packed, scales = _pack_int4(linear, weight, treatment, scale_dtype)
+    second = w4a8.second_scale(scales.to_torch(), name=linear.name)
+    return [
+        packed,
+        scales,
+        RawTensor.from_torch(second),
+        RawTensor.from_torch(_step(linear, treatment, w4a8.input_step)),
+    ]
 
 
 def _describe_fp8(linear: Linear) -> list[TensorInfo]:
@@ -123,6 +142,7 @@ def _step(linear: Linear, treatment: Treatment, step: Callable[[float], float]) 
 
 FORMATS: dict[str, Format] = {
     "int4": Format(describe=_describe_int4, pack=_pack_int4),
+    "int4_fp8": Format(describe=_describe_int4_fp8, pack=_pack_int4_fp8),
     "fp8": Format(describe=_describe_fp8, pack=_pack_fp8),
     "fp8_blocks": Format(describe=_describe_fp8_blocks, pack=_pack_fp8_blocks),
     "int8": Format(describe=_describe_int8, pack=_pack_int8),

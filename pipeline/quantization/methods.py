@@ -7,11 +7,12 @@ from __future__ import annotations
 
 from collections.abc import Callable
 
-from pipeline.quantization import awq, fp8, gptq, rtn, smoothquant
+from pipeline.quantization import awq, fp8, gptq, rtn, smoothquant, w4a8
 from pipeline.quantization.problem import Choice, Problem
 
 CHOOSERS: dict[str, Callable[[Problem], Choice]] = {
     "awq": awq.choose,
+    "awq_fp8": w4a8.choose,
     "awq_gptq": gptq.choose_scaled,
     "gptq": gptq.choose,
     "rtn": rtn.choose,

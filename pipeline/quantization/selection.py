@@ -34,13 +34,15 @@ class FormatRow:
     """How a linear's weight is stored: `bits` a weight, and a scale for each of what `per` says: a "group" of inputs,
     an output "channel", a "block" of BLOCK x BLOCK, or the whole "tensor".
 
-    `static_inputs`: its input is quantized too, in steps that calibration found. `quant_algo`: TensorRT-LLM's name.
+    `static_inputs`: its input is quantized too, in steps that calibration found. `second_scale`: its scales have one of
+    their own. `quant_algo`: TensorRT-LLM's name.
     """
 
     quant_algo: str
     bits: int
     per: Literal["group", "channel", "block", "tensor"]
     static_inputs: bool = False
+    second_scale: bool = False
 
     @property
     def grouped(self) -> bool:
@@ -50,7 +52,8 @@ class FormatRow:
         """Bytes of a weight [out, in] and its scales; those of groups, of which there are many, of `scale_bytes`."""
         rows, columns = shape
         blocks = -(-rows // BLOCK) * -(-columns // BLOCK)
-        scales = {"group": 0, "channel": rows, "block": blocks, "tensor": 1}[self.per] + self.static_inputs
+        scales = {"group": 0, "channel": rows, "block": blocks, "tensor": 1}[self.per]
+        scales += self.static_inputs + self.second_scale
         grouped = rows * columns // group * scale_bytes if group else 0
         return rows * columns * self.bits // 8 + scales * FLOAT32 + grouped
 
@@ -73,6 +76,7 @@ class MethodRow:
 
 FORMATS = {
     "int4": FormatRow(quant_algo="W4A16_AWQ", bits=4, per="group"),
+    "int4_fp8": FormatRow(quant_algo="W4A8_AWQ", bits=4, per="group", static_inputs=True, second_scale=True),
     "fp8": FormatRow(quant_algo="FP8", bits=8, per="tensor", static_inputs=True),
     "fp8_blocks": FormatRow(quant_algo="FP8_BLOCK_SCALES", bits=8, per="block"),
     "int8": FormatRow(quant_algo="W8A16", bits=8, per="channel"),
@@ -82,6 +86,7 @@ FORMATS = {
 FOREIGN_FORMATS = {"fp8_rows": FormatRow(quant_algo="FP8_PER_CHANNEL", bits=8, per="channel")}
 METHODS = {
     "awq": MethodRow(format="int4", measures=True),
+    "awq_fp8": MethodRow(format="int4_fp8", measures=True),
     "awq_gptq": MethodRow(format="int4", measures=True, moments=True),
     "gptq": MethodRow(format="int4", measures=True, moments=True),
     "rtn": MethodRow(format="int4", measures=False),

@@ -113,6 +113,12 @@ SETTINGS = [
         {"stages.quantize.method": "smoothquant"},
         "method fp8_blocks needs FP8",
     ),
+    (
+        "w4a8_is_tensorrt_llms",
+        {"stages.quantize.method": "awq_fp8", "target.gpu": "L4"},
+        {"stages.quantize.method": "awq_fp8", "target.gpu": "L4", "target.backend": "tensorrt_llm"},
+        "method awq_fp8 is what TensorRT-LLM's W4A8 kernels compute; tensorrt_rtx has none",
+    ),
     ("bf16_needs_sm80", {"target.gpu": "T4"}, {"target.gpu": "A10"}, "T4 is SM75"),
     (
         "bf16_needs_sm80",

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 import numpy as np
 import numpy.typing as npt
@@ -16,6 +16,7 @@ from pipeline.network.graph import Graph
 from pipeline.network.weights.operand import Operand
 from pipeline.network.weights.prescale import lower_prescale
 from pipeline.network.weights.source import Weights
+from pipeline.network.weights.steps import lower_input_step
 
 _WORD = 8  # bytes
 _STRIP = 128  # rows transposed at a time: the columns written stay in the cache until their lines are full
@@ -31,6 +32,14 @@ def lower(
     packed = at.int4("weight", linear.packed())
     scales = at.constant(WEIGHT_SCALES, linear.scales())
     return Operand(weight=at.dequantize("dequantize", packed, scales), transposed=False, prescale=prescale)
+
+
+def lower_fp8_inputs(
+    at: Graph, weights: Weights, bases: Sequence[str], out_features: int, in_features: int, stacked: bool
+) -> Operand:
+    """The same, its input rounded to FP8 (W4A8_AWQ of TensorRT-LLM, whose kernels alone multiply such)."""
+    operand = lower(at, weights, bases, out_features, in_features, stacked)
+    return replace(operand, step=lower_input_step(at, weights, bases), quantized="fp8")
 
 
 @dataclass(frozen=True, slots=True)

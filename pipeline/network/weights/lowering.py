@@ -16,6 +16,7 @@ Lowering = Callable[[Graph, Weights, Sequence[str], int, int, bool], Operand]
 LOWERINGS: dict[str | None, Lowering] = {
     None: plain.lower,
     "int4": int4.lower,
+    "int4_fp8": int4.lower_fp8_inputs,
     "fp8": fp8.lower,
     "fp8_rows": fp8.lower_rows,
     "fp8_blocks": fp8_blocks.lower,
