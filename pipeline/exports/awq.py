@@ -54,7 +54,7 @@ def _encode(numbers: Numbers, dtype: str) -> list[torch.Tensor]:
     if zeros is None:
         q, zeros = q + ZERO, torch.full(numbers.scales.shape, ZERO, dtype=torch.uint8)
     scales = numbers.scales.T.half()
-    return [pack_words(q.T, AWQ), pack_words(zeros.T, AWQ), scales]
+    return [pack_words(q.T.contiguous(), AWQ), pack_words(zeros.T, AWQ), scales]
 
 
 def _refuse_outputs(linear: QuantizedLinear) -> str | None:

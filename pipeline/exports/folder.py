@@ -50,6 +50,8 @@ def write_folder(
     tensors = iterate_tensors(plan, progress)
     for shard in shards:
         write_safetensors(folder / shard.name, shard.infos, (next(tensors) for _ in shard.infos), metadata=METADATA)
+    if next(tensors, None) is not None:  # and what the last tensor was made of is let go of
+        raise ValueError(f"{folder}: more tensors than the plan declares")
     write_index(folder, shards)
     write_exported(plan.engine, folder, quantization)
     plan.engine.copy_companions(folder)

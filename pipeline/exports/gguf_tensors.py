@@ -134,9 +134,11 @@ def _pick_kind(plan: Plan, mapping: TensorMapping, source: str) -> str:
 
 def _read_rows(plan: Plan, mapping: TensorMapping, kind: str, rows: slice, order: npt.NDArray[np.intp] | None) -> Rows:
     """[rows, bytes of one]."""
-    linear = find_linear(plan.engine, mapping)
+    linear, stored = find_linear(plan.engine, mapping), plan.engine.tensors[mapping.target]
     if linear is not None and kind not in FLOATS.values():
         found = ENCODERS[linear.format][1](linear.read().cut(rows))
+    elif FLOATS.get(stored.dtype) == kind:  # the file's own bytes, not held
+        found = plan.engine.read(mapping.target).data.reshape(stored.shape[0], -1)[rows]
     else:
         found = _as_bytes(_read_floats(plan, mapping, kind)[rows])
     return found if order is None else found[order]

@@ -35,11 +35,9 @@ def pack_words(numbers: Tensor, order: Sequence[int] = SEQUENTIAL, *, name: str 
             f"{name}: {numbers.shape[-1]} numbers do not fill words of {PER_WORD}",
             hint="leave the linear in 16 bits",
         )
-    grouped = numbers.reshape(*numbers.shape[:-1], -1, PER_WORD)
-    words = torch.zeros(grouped.shape[:-1], dtype=torch.int32)
-    for nibble, number in enumerate(order):
-        words |= grouped[..., number].int() << (4 * nibble)  # the last one's top bit becomes the sign
-    return words
+    grouped = numbers.to(torch.uint8).reshape(*numbers.shape[:-1], -1, PER_WORD)
+    low, high = grouped[..., list(order[0::2])], grouped[..., list(order[1::2])]
+    return (low | high << 4).contiguous().view(torch.int32).squeeze(-1)  # four bytes to a word, the lowest first
 
 
 def unpack_words(words: Tensor, order: Sequence[int] = SEQUENTIAL) -> Tensor:
