@@ -10,7 +10,7 @@ import torch.distributed as dist
 from torch import Tensor
 
 from pipeline.errors import CompatibilityError
-from plugins.transport import Traffic, Transport
+from plugins.transport import Traffic
 
 
 class Alone:
@@ -40,7 +40,7 @@ class GlooTransport:
         )
 
 
-def find_group(first: int, ranks: int) -> Transport[Tensor]:
+def find_group(first: int, ranks: int) -> Alone | GlooTransport:
     """This process' end of the group of ranks [first, first + ranks), made when first asked for. Raises
     CompatibilityError where torch.distributed is not initialized."""
     if ranks == 1:

@@ -77,27 +77,8 @@ class _AllToAll(Operation):
         """Ranks that a token goes to, at most."""
         return min(self.top_k, self.ranks)
 
-    def exchange(
-        self,
-        name: str,
-        source: Memory,
-        target: Memory,
-        row_bytes: int,
-        most: int,
-        counts: Memory | None = None,
-        reverse: bool = False,
-    ) -> Exchange:
-        return Exchange(
-            name=name,
-            first=self.first,
-            ranks=self.ranks,
-            source=source,
-            target=target,
-            row_bytes=row_bytes,
-            most=most,
-            counts=counts,
-            reverse=reverse,
-        )
+    def exchange(self, name: str, source: Memory, target: Memory, **rows: Any) -> Exchange:
+        return Exchange(name=name, first=self.first, ranks=self.ranks, source=source, target=target, **rows)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -191,9 +172,11 @@ class MoeDispatch(_AllToAll):
         unpacked |= {"x": Result(0), "ids": Result(1), "weights": Result(2)}
         return (
             *bind(rank, (self.ranks, 1, 1), ranked),
-            self.exchange("counts", counts, Result(4, 4 * self.ranks), 4, self.ranks),
+            self.exchange("counts", counts, Result(4, 4 * self.ranks), row_bytes=4, most=self.ranks),
             *bind(pack, (tokens, 1, 1), packed),
-            self.exchange("dispatch", goes, comes, self.message.bytes, self.ranks * tokens, counts),
+            self.exchange(
+                "dispatch", goes, comes, row_bytes=self.message.bytes, most=self.ranks * tokens, counts=counts
+            ),
             *bind(unpack, (self.ranks * tokens, 1, 1), unpacked),
         )
 
@@ -241,8 +224,15 @@ class MoeCombine(_AllToAll):
     def launches(self, shapes: Sequence[Shape]) -> tuple[Launch | Exchange, ...]:
         tokens, (kernel,) = shapes[1][0], self.kernels()
         arguments: dict[str, Argument] = {"returned": Scratch(0), "places": Input(1), "output": Result(0)}
-        most = tokens * self.most_ranks
-        back = self.exchange("combine", Input(0), Scratch(0), self.row_bytes, most, counts=Input(2), reverse=True)
+        back = self.exchange(
+            "combine",
+            Input(0),
+            Scratch(0),
+            row_bytes=self.row_bytes,
+            most=tokens * self.most_ranks,
+            counts=Input(2),
+            reverse=True,
+        )
         return back, *bind(kernel, (tokens, divide_up(self.hidden, dict(kernel.constants)["TILE"]), 1), arguments)
 
     def compute(self, *inputs: Any) -> tuple[Any, ...]:

@@ -48,7 +48,7 @@ def compare(ranks: Ranks, model: models.Model, parallel: Parallel, **options: An
     """The largest difference of each row's logits from one rank's, [rows of all sequences and ranks]."""
     sequences = prompts(model.architecture.vocab_size)
     whole = serve(model.program(), sequences=sequences)
-    programs = [model.program(rank=rank, lowering=PLUGIN, **options) for rank in parallel.ranks]
+    programs = [model.program(**{"rank": rank, "lowering": PLUGIN, **options}) for rank in parallel.ranks]
     rows = []
     for found in ranks.serve(parallel, programs, sequences=sequences):
         for one, expected in zip(found, whole, strict=True):
@@ -56,12 +56,22 @@ def compare(ranks: Ranks, model: models.Model, parallel: Parallel, **options: An
     return torch.cat(rows)
 
 
-@pytest.mark.parametrize("name", MODELS)
-def test_logits_of_all_ranks_are_those_of_one(name: str, ranks: Ranks, tmp_path: Path) -> None:
+@pytest.mark.parametrize(
+    ("name", "parallels"), [("v2", (EP4,)), ("v3", (EP2, EP4, TP2_EP2)), ("v3, all tokens to one rank", (EP4,))]
+)
+def test_logits_of_all_ranks_are_those_of_one(
+    name: str, parallels: tuple[Parallel, ...], ranks: Ranks, tmp_path: Path
+) -> None:
     """Prompts, single tokens and both at once: steps of fewer tokens than ranks among them."""
     model = models.load(MODELS[name](tmp_path / "hf"))
-    for parallel in (EP2, EP4, TP2_EP2):
+    for parallel in parallels:
         assert compare(ranks, model, parallel).max() < TOLERANCE
+
+
+def test_the_experts_may_be_a_plugin_too(ranks: Ranks, tmp_path: Path) -> None:
+    model = models.load(MODELS["v3"](tmp_path / "hf"))
+    both = Lowering(moe_all_to_all="plugin", moe_experts="plugin")
+    assert compare(ranks, model, TP2_EP2, lowering=both).max() < TOLERANCE
 
 
 def test_fp8_rows_move_logits_a_little(ranks: Ranks, tmp_path: Path) -> None:
