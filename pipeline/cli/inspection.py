@@ -7,6 +7,7 @@ from typing import TYPE_CHECKING, Any
 
 from pipeline.cli.file_inspection import LOOKED_FOR, InspectionError, describe_file, is_engine_file, summarize_tensors
 from pipeline.cli.foreign_inspection import describe_foreign_engine, describe_job, is_foreign_engine, is_job
+from pipeline.cli.package_inspection import describe_llmapi, describe_repository, is_llmapi, is_repository
 from pipeline.errors import StoreError
 
 if TYPE_CHECKING:
@@ -14,7 +15,6 @@ if TYPE_CHECKING:
     from pathlib import Path
 
 Document = dict[str, Any]
-REPOSITORY = "model_repository"  # within what `package` makes
 
 
 def describe(path: Path) -> Document:
@@ -56,10 +56,6 @@ def _is_run(path: Path) -> bool:
     from pipeline.stages.roots import RUN
 
     return (path / RUN).is_file() or any((path / name / "artifact.json").is_file() for name in NAMES)
-
-
-def _is_repository(path: Path) -> bool:
-    return any(path.glob("*/config.pbtxt")) or any(path.glob(f"{REPOSITORY}/*/config.pbtxt"))
 
 
 def _describe_artifact(path: Path) -> Document:
@@ -157,39 +153,6 @@ def _describe_engine(path: Path) -> Document:
     }
 
 
-def _describe_repository(path: Path) -> Document:
-    from pipeline.release.manifest import MANIFEST, find_wrong_sizes
-    from pipeline.triton.emission import BACKENDS
-    from pipeline.triton.lint import lint_repository
-    from pipeline.triton.model_config import parse_config
-
-    root = path if any(path.glob("*/config.pbtxt")) else path / REPOSITORY
-    models, parameters = [], {}
-    for file in sorted(root.glob("*/config.pbtxt")):
-        config = parse_config(file.read_text(encoding="utf-8"), str(file))
-        models.append(
-            {
-                "name": config.name,
-                "backend": config.backend or config.platform,
-                "versions": sorted(folder.name for folder in file.parent.iterdir() if folder.name.isdigit()),
-                "inputs": [tensor.name for tensor in config.input],
-                "outputs": [tensor.name for tensor in config.output],
-            }
-        )
-        if config.parameters:
-            parameters[config.name] = {key: value.string_value for key, value in sorted(config.parameters.items())}
-    backends = root.parent / BACKENDS
-    damaged = find_wrong_sizes(root.parent) if (root.parent / MANIFEST).is_file() else []
-    return {
-        "kind": "Triton model repository",
-        "path": str(root),
-        "models": models,
-        "parameters": parameters,
-        # What is no package, the models' own sources say, has no backends and is not complete.
-        "problems": [*damaged, *lint_repository(root, backends=backends)] if backends.is_dir() else None,
-    }
-
-
 def _describe_run(path: Path) -> Document:
     """Of every stage that ran: how it went last, and the result that is shown."""
     from pipeline.stages.graph import NAMES
@@ -224,6 +187,7 @@ KINDS: tuple[tuple[Callable[[Path], bool], Callable[[Path], Document]], ...] = (
     (_is_engine, _describe_engine),
     (lambda path: path.is_file(), describe_file),
     (_is_run, _describe_run),
-    (_is_repository, _describe_repository),
+    (is_repository, describe_repository),
+    (is_llmapi, describe_llmapi),
     (_is_checkpoint, _describe_checkpoint),
 )

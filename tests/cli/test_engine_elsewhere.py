@@ -8,8 +8,9 @@ from dataclasses import replace
 
 import pytest
 
-from pipeline.errors import BuildError, PendingError
+from pipeline.errors import BuildError, PackageError, PendingError
 from pipeline.stages.graph import load_stages
+from pipeline.triton.errors import ServerError
 from tests.engine.tensorrt_llm.gpu_host import make_host
 
 
@@ -143,3 +144,36 @@ def test_llmapi_has_a_checkpoint_for_an_engine(workplace, stages, invoke):
     options = ("--set", "stages.quantize.method=rtn", "--set", "stages.quantize.group_size=32")
     invoke("engine", "small", "--until", "build", "--set", "target.backend=llmapi", *options)
     assert json.loads((folder / "hf_quant_config.json").read_text())["quantization"]["quant_algo"] == "W4A16_AWQ"
+
+
+def test_a_package_for_nvidias_image_is_rehearsed_here(workplace, stages, invoke):
+    """From the engine that came back to a package that a real tritonserver has answered from."""
+    invoke("engine", "small", "--until", "job")
+    done = make_host(workplace / "host").run(workplace / "out/small/job", "small-engine", workplace)
+    assert done.returncode == 0, done.stderr
+    result = invoke("engine", "small", "--resume", "small-engine")
+    assert "rehearsed in Triton, the interpreter in the engine's place" in result.stderr
+    package = workplace / "out/small/package"
+    manifest = json.loads((package / "manifest.json").read_text())
+    assert (manifest["target"]["backend"], manifest["target"]["backend_version"]) == ("tensorrt_llm", "1.2.1")
+    assert (manifest["target"]["sm"], manifest["network_digest"]) == (90, "blake3:proved")
+    assert {"launch.sh", "model_repository/tensorrt_llm/config.pbtxt"} <= manifest["files"].keys()
+    assert not (package / "backends").exists()
+    with pytest.raises(ServerError, match=r"launch\.sh there, or rehearse it here"):
+        invoke("serve", "small", "--check")
+    assert "a request answered in" in invoke("serve", "small", "--check", "--rehearse").stdout
+    found = json.loads(invoke("inspect", "out/small/package", "--json").stdout)
+    assert {model["name"]: model["backend"] for model in found["models"]}["tensorrt_llm"] == "tensorrtllm"
+    assert found["problems"] == []
+
+
+def test_a_package_for_the_llm_api(workplace, stages, invoke):
+    result = invoke("engine", "small", "--set", "target.backend=llmapi")
+    assert "not loaded in a server: NVIDIA's Triton model of the LLM API is in its image alone" in result.stderr
+    package = workplace / "out/small/package"
+    manifest = json.loads((package / "manifest.json").read_text())
+    assert (manifest["target"]["backend"], manifest["engine_digest"]) == ("llmapi", None)
+    assert {"launch.sh", "model_repository/tensorrt_llm/1/model.yaml"} <= manifest["files"].keys()
+    with pytest.raises(PackageError, match="for TensorRT-LLM's LLM API, whose Triton model is in NVIDIA's image alone"):
+        invoke("serve", "small", "--check", "--set", "target.backend=llmapi")
+    assert "model.yaml" in invoke("inspect", "out/small/package").stdout
