@@ -17,6 +17,7 @@ from typing import TYPE_CHECKING, Any
 
 from pipeline.checkpoint.architecture import Architecture, parse_architecture
 from pipeline.checkpoint.folder import CONFIG, INDEX, SINGLE, CheckpointFolder, read_json
+from pipeline.checkpoint.foreign.marks import MARKS
 from pipeline.checkpoint.headers import check_headers, check_tokenizer
 from pipeline.checkpoint.layouts import layout_for, list_kinds
 from pipeline.checkpoint.tensors import TensorInfo
@@ -28,13 +29,14 @@ if TYPE_CHECKING:
 
 Identities = dict[str, list[int] | None]
 
-FORMAT = 1  # of the remembered; raise it where a check refuses more than it did
+FORMAT = 2  # of the remembered; raise it where a check refuses more than it did
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class CheckedHeaders:
-    """`tensors` has, of every kind of tensor, the first, every tensor of layers for multi-token prediction, and one of
-    each type; `count` and `nbytes` are of all. `files`: what is to be remembered; none where it was recalled."""
+    """`tensors` has, of every kind of tensor, the first, every tensor of layers for multi-token prediction, one of each
+    type, and one that says that another tool has quantized the model; `count` and `nbytes` are of all. `files`: what is
+    to be remembered; none where it was recalled."""
 
     architecture: Architecture
     tensors: Mapping[str, TensorInfo]
@@ -72,6 +74,7 @@ def _pick(architecture: Architecture, tensors: Mapping[str, TensorInfo]) -> dict
     names = [name for kind in list_kinds(architecture) for name in kind.first.sources]
     names += [name for mapping in layout_for(architecture).mtp_mappings() for name in mapping.sources]
     names += {info.dtype: name for name, info in tensors.items()}.values()
+    names += [name for name in tensors if name.endswith(MARKS)][:1]
     return {name: tensors[name] for name in names if name in tensors}
 
 

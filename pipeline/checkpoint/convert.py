@@ -59,7 +59,7 @@ def convert_checkpoint(
     "dequantize" writes them in 16 bits and counts them. Also raises CheckpointError for tensors that are missing,
     misshapen, unknown, not finite, or of no type that is read; StoreError where the disk is too small.
     """
-    _check_settings(folder, dtype, overflow)
+    _check_settings(folder, dtype, overflow, foreign)
     source, mappings, unused, target = open_source(folder, dtype, exact=foreign == EXACT)
     fp8 = any(mapping.role == SCALES for mapping in mappings)
     keeps_fp8 = fp8 and dtype is None
@@ -202,11 +202,13 @@ class _Job:
         )
 
 
-def _check_settings(source: CheckpointFolder, dtype: str | None, overflow: str) -> None:
+def _check_settings(source: CheckpointFolder, dtype: str | None, overflow: str, foreign: str) -> None:
     if dtype is not None and SAFETENSORS_DTYPE.get(dtype) not in FLOATS:
         raise ConfigError(f"convert: dtype {dtype!r} is not one of {', '.join(DTYPES[name][1] for name in FLOATS)}")
     if overflow not in ("refuse", "clip"):
         raise ConfigError(f"convert: overflow {overflow!r} is neither refuse nor clip")
+    if foreign not in (EXACT, "dequantize"):
+        raise ConfigError(f"convert: foreign {foreign!r} is neither exact nor dequantize")
     if OWN_KEY in source.config:
         raise CheckpointError(f"{source.path} is an engine checkpoint already", hint="model.path must name a HF folder")
     if find_method(source) is None:

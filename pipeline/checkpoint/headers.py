@@ -5,6 +5,8 @@ from __future__ import annotations
 from typing import TYPE_CHECKING
 
 from pipeline.checkpoint.folder import CONFIG, CheckpointFolder
+from pipeline.checkpoint.foreign.folder import ForeignFolder
+from pipeline.checkpoint.foreign.methods import find_method
 from pipeline.checkpoint.layouts import layout_for, matches_plainly
 from pipeline.checkpoint.layouts.scales import FP8
 from pipeline.errors import CheckpointError
@@ -22,7 +24,18 @@ TOKENIZER = "tokenizer.json"
 
 def check_headers(folder: CheckpointFolder) -> None:
     """Raises CheckpointError, with file and tensor, where config.json and the weights are of two models: a layer or
-    expert too few or too many, another shape, 16-bit weights that are said to be FP8; and where no tokenizer is."""
+    expert too few or too many, another shape, 16-bit weights that are said to be FP8; for what another tool has
+    quantized in a way that is not read; and where no tokenizer is."""
+    method = find_method(folder)
+    if method is not None:
+        ForeignFolder(folder, method).match()
+    else:
+        _check_unquantized(folder)
+    check_tokenizer(folder.path)
+
+
+def _check_unquantized(folder: CheckpointFolder) -> None:
+    """Of plain weights, or DeepSeek's FP8."""
     quantized = folder.config.get("quantization_config") is not None
     mappings: Sequence[Mapping] = ()
     if not matches_plainly(folder.architecture, folder.tensors, fp8_roles=FP8_ROLES if quantized else None):
@@ -32,7 +45,6 @@ def check_headers(folder: CheckpointFolder) -> None:
 
         check_config(folder.config, str(folder.path / CONFIG))
         _refuse_plain_weights(folder, mappings)
-    check_tokenizer(folder.path)
 
 
 def check_tokenizer(path: Path) -> None:

@@ -7,6 +7,7 @@ from dataclasses import dataclass
 from functools import cached_property
 from typing import TYPE_CHECKING
 
+from pipeline.checkpoint.foreign.marks import MARKS
 from pipeline.quantization.selection import METHODS, NEVER, Decision, find_pattern, fit
 
 if TYPE_CHECKING:
@@ -83,8 +84,10 @@ class Case:
 
     @cached_property
     def kept_fp8(self) -> str | None:
-        """The first FP8 tensor of the source if FP8 reaches the engine: nothing asks for another type, and quantization
-        leaves none."""
+        """The first FP8 tensor of DeepSeek's blocks if FP8 reaches the engine: nothing asks for another type, and
+        quantization leaves none."""
+        if any(name.endswith(MARKS) for name in self.tensors):  # another tool's: foreign_rules.py
+            return None
         if self.config.stages.convert.dtype is not None or self.is_quantized:
             return None
         return next((t.name for t in self.tensors.values() if t.dtype in FP8_TYPES), None)

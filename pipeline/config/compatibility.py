@@ -6,6 +6,7 @@ from collections.abc import Iterable, Mapping
 from typing import TYPE_CHECKING
 
 from pipeline.config.case import Case
+from pipeline.config.foreign_rules import FOREIGN_NOTES, FOREIGN_RULES
 from pipeline.config.notes import NOTES, UNBUILT
 from pipeline.config.parallel_rules import PARALLEL_RULES
 from pipeline.config.recipe_rules import RECIPE_RULES
@@ -24,6 +25,7 @@ if TYPE_CHECKING:
 ALL_RULES: tuple[Rule, ...] = (
     *RULES,
     *PARALLEL_RULES,
+    *FOREIGN_RULES,
     *RECIPE_RULES,
     *TENSORRT_LLM_RULES,
     *TENSORRT_LLM_BUILD_RULES,
@@ -40,7 +42,7 @@ def check_compatibility(
     """
     case = Case(config=config, architecture=architecture, tensors=tensors)
     _refuse(ALL_RULES, case)
-    notes = (rule.find(case) for rule in (*NOTES, *UNBUILT))
+    notes = (rule.find(case) for rule in (*NOTES, *FOREIGN_NOTES, *UNBUILT))
     return tuple(note for note in notes if note)
 
 

@@ -250,7 +250,7 @@ def _blocks(weight: torch.Tensor) -> torch.Tensor:
     )
 
 
-def edit(path: Path, change: Callable[[Tensors], None]) -> None:
+def edit(path: Path, change: Callable[[Tensors], object]) -> None:
     tensors = load_file(path / "model.safetensors")
     change(tensors)
     save_file(tensors, path / "model.safetensors", metadata={"format": "pt"})

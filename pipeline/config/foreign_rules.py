@@ -1,0 +1,40 @@
+"""What cannot be done with a model that another tool has quantized, and what must be known of it."""
+
+from __future__ import annotations
+
+from pipeline.checkpoint.foreign.marks import MARKS
+from pipeline.config.case import FP8_TYPES, Case
+from pipeline.config.rules import Rule
+
+
+def _find_mark(case: Case) -> str | None:
+    """A tensor that shows it."""
+    return next((name for name in case.tensors if name.endswith(MARKS)), None)
+
+
+def _find_second_rounding(case: Case) -> str | None:
+    mark = _find_mark(case)
+    if mark is None or not case.is_quantized:
+        return None
+    return f"the model is quantized already ({mark} is there), and would be rounded once more"
+
+
+def _find_fp8(case: Case) -> str | None:
+    """Whatever type is asked for: that is of what is not quantized."""
+    mark = _find_mark(case)
+    if mark is None or case.gpu.has("fp8") or not any(t.dtype in FP8_TYPES for t in case.tensors.values()):
+        return None
+    return f"the model's FP8 weights need FP8 tensor cores, SM89 or later; the {case.gpu.name} is SM{case.gpu.sm}"
+
+
+def _note_plan(case: Case) -> str | None:
+    if _find_mark(case) is None:
+        return None
+    return "the model is quantized already: the plan counts its linears in 16 bits, and they take less"
+
+
+FOREIGN_RULES: tuple[Rule, ...] = (
+    Rule("quantized_once", "stages.quantize.method", _find_second_rounding, "set stages.quantize.method: none"),
+    Rule("foreign_fp8", "target.gpu", _find_fp8, "take a GPU of SM89 or later, or another quantization of the model"),
+)
+FOREIGN_NOTES: tuple[Rule, ...] = (Rule("counted_wide", "stages.convert.foreign", _note_plan, ""),)
