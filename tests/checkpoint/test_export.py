@@ -9,31 +9,11 @@ import pytest
 import torch
 from safetensors.torch import load_file, save_file
 
-from pipeline.checkpoint.convert import convert_checkpoint
 from pipeline.checkpoint.export import hf_layer_state, hf_outer_state
 from pipeline.checkpoint.folder import CheckpointFolder
 from pipeline.checkpoint.reference import build_hf_layer
 from pipeline.errors import CheckpointError
-from pipeline.workspace import FolderWorkspace
-from tests import fixtures
-
-CASES: list[tuple[Any, dict[str, Any]]] = [
-    (fixtures.llama, {}),
-    (fixtures.llama, {"attention_bias": True, "mlp_bias": True, "dtype": "float16"}),
-    (fixtures.llama, {"tie_word_embeddings": True, "shards": 1}),
-    (fixtures.qwen2, {}),
-    (fixtures.deepseek_moe, {"tokenizer": True}),
-    (fixtures.deepseek_v3, {}),
-    (fixtures.deepseek_v3, {"fp8": True, "tokenizer": True}),
-    (fixtures.deepseek_v2, {"tokenizer": True}),
-    (fixtures.deepseek_v2, {"q_lora_rank": None, "dtype": "float32", "attention_bias": True}),
-]
-
-
-def convert(source: Path, output: Path, dtype: str | None = None) -> CheckpointFolder:
-    workspace = FolderWorkspace(output, journal=output.with_name(output.name + ".journal"))
-    convert_checkpoint(CheckpointFolder.open(source), workspace, dtype=dtype, overflow="refuse", max_shard=1_000_000)
-    return CheckpointFolder.open(output)
+from tests.exports.test_hf import CASES, convert
 
 
 @pytest.mark.parametrize(("write", "options"), CASES)
