@@ -39,10 +39,16 @@ def _undo_awq(parts: Parts, sm: int) -> Parts:
 
 
 def _undo_w4a8(parts: Parts, sm: int) -> Parts:
-    """On loading, the scales are divided by weights_scaling_factor_2 in float16, which multiplies the product again."""
-    second = parts["weights_scaling_factor_2"]
-    kept = (parts["weights_scaling_factor"] / second).to(torch.float16).float() * second
-    return {**_undo_awq(parts, sm), "weights_scaling_factor": kept}
+    """On loading, the scales are divided by weights_scaling_factor_2 in float16, and the scale of the input by the
+    input's step in the model's type; both divisors multiply the product again (`alpha`)."""
+    second, step, prescale = (
+        parts[kind] for kind in ("weights_scaling_factor_2", "activation_scaling_factor", "prequant_scaling_factor")
+    )
+    return {
+        **_undo_awq(parts, sm),
+        "weights_scaling_factor": (parts["weights_scaling_factor"] / second).to(torch.float16).float() * second,
+        "prequant_scaling_factor": ((prescale / step.to(prescale.dtype)).float() * step).to(prescale.dtype),
+    }
 
 
 def _undo_gptq(parts: Parts, sm: int) -> Parts:

@@ -17,7 +17,7 @@ from pipeline.checkpoint.folder import CheckpointFolder
 from pipeline.checkpoint.layouts import layout_for
 from pipeline.checkpoint.reference import build_hf_layer, build_hf_rotary, causal_mask
 from pipeline.checkpoint.tensors import RawTensor, TensorInfo
-from pipeline.quantization.selection import Rules
+from pipeline.quantization.selection import Override, Rules
 
 
 @dataclass
@@ -100,7 +100,14 @@ class Settings:
     unrouted_experts: str = "round_to_nearest"
     clip: bool = False
     kv_cache: str = "none"
+    recipe: tuple[Override, ...] = ()
 
     @property
     def rules(self) -> Rules:
-        return Rules(method=self.method, include=self.include, exclude=self.exclude, group_size=self.group_size)
+        return Rules(
+            method=self.method,
+            include=self.include,
+            exclude=self.exclude,
+            group_size=self.group_size,
+            recipe=self.recipe,
+        )

@@ -142,8 +142,11 @@ def _find_expert_parallel(ask: Ask) -> str | None:
 
 
 def _find_blocks(ask: Ask) -> str | None:
-    found = next((linear for linear in ask.linears if linear.format == "fp8_blocks"), None)
-    return f"{found.name} is FP8 in 128 x 128 blocks, which only its PyTorch backend takes" if found else None
+    found = next((linear for linear in ask.linears if linear.format not in (None, "fp8", *INTEGERS)), None)
+    how = {"fp8_blocks": "FP8 in 128 x 128 blocks", "fp8_rows": "FP8 with a scale for each output"}
+    if found is None:
+        return None
+    return f"{found.name} is {how.get(found.format or '', found.format)}, which only its PyTorch backend takes"
 
 
 def _find_blackwell(ask: Ask) -> str | None:

@@ -2,7 +2,7 @@
 
 One file per architecture and method, one section per parallel sizes; ranks of equal tables share one. They were held
 line by line against a description of TensorRT-LLM 1.2's checkpoints made from its sources, section "tensor 2" of every
-file and all of deepseek_moe-*; llama-plain, -fp8, -awq and -smoothquant also against what modelopt writes
+file and all of deepseek_moe-*; llama-plain, -fp8, -awq, -w4a8 and -smoothquant also against what modelopt writes
 (benchmarks/rank_peer.py).
 """
 
@@ -23,6 +23,7 @@ EXPERT_SIZES = (*SIZES, {"tensor": 2, "expert": 2}, {"tensor": 4, "expert": 2})
 CASES = {
     "llama-plain": SIZES,
     "llama-awq": SIZES,
+    "llama-w4a8": SIZES,
     "llama-gptq": SIZES,
     "llama-fp8": SIZES,
     "llama-smoothquant": SIZES,
