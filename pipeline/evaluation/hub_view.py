@@ -2,7 +2,7 @@
 asked for. Nothing is written, and nothing is kept but the files' own mapping.
 
 Values stay what they are: tensors of one type are passed on in it, those of several are widened to float32, which holds
-all of them; FP8 blocks stay FP8 blocks.
+all of them; FP8 blocks stay FP8 blocks, and what another tool has quantized stays so where a format of ours holds it.
 """
 
 from __future__ import annotations
@@ -11,8 +11,10 @@ from collections import Counter
 from collections.abc import Mapping
 from typing import TYPE_CHECKING
 
+from pipeline.checkpoint.foreign.methods import find_method
 from pipeline.checkpoint.layouts import layout_for
 from pipeline.checkpoint.layouts.scales import BLOCK, FP8, ROLE
+from pipeline.checkpoint.source import Source, open_source
 from pipeline.checkpoint.tensors import DTYPES, MODEL_DTYPES, RawTensor, TensorInfo
 from pipeline.errors import CheckpointError
 
@@ -28,10 +30,13 @@ class HubView:
 
     def __init__(self, folder: CheckpointFolder) -> None:
         """Raises CheckpointError for tensors that are missing, unknown, misshapen or of no type that is read."""
-        self._folder = folder
-        found, _ = layout_for(folder.architecture).match(folder.tensors, str(folder.path))
+        self._folder: Source = folder
+        if find_method(folder) is not None:
+            self._folder, found, _, stored = open_source(folder, None, exact=False)
+        else:
+            found, _ = layout_for(folder.architecture).match(folder.tensors, str(folder.path))
+            stored = _pick_type(folder, found)
         self._mappings = {mapping.target: mapping for mapping in found}
-        stored = _pick_type(folder, found)
         self.dtype = DTYPES[stored][1]
         self.tensors: Mapping[str, TensorInfo] = {
             mapping.target: TensorInfo(mapping.target, self._type(mapping, stored), mapping.target_shape)
@@ -57,6 +62,8 @@ class HubView:
 
     def _type(self, mapping: TensorMapping, stored: str) -> str:
         types = {self._folder.tensors[source].dtype for source in mapping.sources}
+        if not mapping.cast and len(types) == 1:
+            return types.pop()
         if types == {FP8}:
             if any(shape[0] % BLOCK for shape in mapping.source_shapes[:-1]):
                 raise CheckpointError(
@@ -65,8 +72,6 @@ class HubView:
                     hint="convert it with stages.convert.dtype: bfloat16, and compare what that wrote",
                 )
             return FP8
-        if not mapping.cast and len(types) == 1:
-            return types.pop()
         return stored
 
 

@@ -33,6 +33,7 @@ if TYPE_CHECKING:
 SCALES: AbstractMapping[str, str] = {
     "int4": WEIGHT_SCALES,
     "fp8": WEIGHT_SCALES,
+    "fp8_rows": CHANNEL_SCALES,
     "fp8_blocks": BLOCK_SCALES,
     "int8": CHANNEL_SCALES,
     "int8_sq": WEIGHT_SCALES,
