@@ -1,12 +1,13 @@
-"""The plugins' kernels on a GPU: against their references, against the card's bandwidth, against the unfused sequence.
+"""The plugins' kernels on a GPU: against their references, against the card's own speed, against the unfused sequence.
 
     python -m benchmarks.kernels             # prints a table; 0 if all are right, 1 if one is not, 4 without a GPU
     python -m benchmarks.kernels --record    # and writes what passed into plugins/passed.json, to be committed
 
 Kernels are compiled to PTX and started through the driver, as an engine does. Sizes are those of Llama-8B, V2-Lite and
 V3 at decode and at prefill. The reference runs in fp32 on the same GPU; "unfused" is how much longer its operations
-take, one after another, as torch starts them. Of what exchanges rows with other GPUs, the kernels alone are timed.
-Downloads nothing; minutes. Not yet run on hardware.
+take, one after another, as torch starts them; "of floor" is the time that the bytes take at the speed of a copy, or
+experts' products at that of torch's largest 16-bit one, whichever is longer, over the time taken. Of what exchanges
+rows with other GPUs, the kernels alone are timed. Downloads nothing; minutes. Not yet run on hardware.
 """
 
 from __future__ import annotations
@@ -22,10 +23,12 @@ from typing import Any
 
 import torch
 
+from benchmarks import expert_inputs
 from benchmarks.loopback import clear_unwritten, count_rows, draw_tokens, keep_local, leave_out, loop_back
 from pipeline.errors import TrtseekError
 from plugins.carried import compile_carried
 from plugins.compiler import SMS
+from plugins.moe_experts.operation import MoeExperts
 from plugins.operation import Exchange, Kernel, Operation, resolve
 from plugins.passed import TABLE, digest_source
 from plugins.resources import list_subjects
@@ -50,6 +53,8 @@ def draw_inputs(operation: Operation, spans: Sequence[tuple[int, int]], device: 
 
     if operation.EXCHANGES:
         return draw_tokens(operation, sum(count for _, count in spans), device)
+    if isinstance(operation, MoeExperts):
+        return expert_inputs.draw_experts(operation, sum(count for _, count in spans), device)
     attributes: dict[str, Any] = operation.attributes()
     size = attributes["block_size"]
     needed = [-(-(start + count) // size) for start, count in spans]
@@ -116,9 +121,13 @@ def make_outputs(operation: Operation, inputs: list[torch.Tensor]) -> list[torch
 
 def compare(operation: Operation, inputs: list[torch.Tensor], start: Start) -> float:
     """The largest difference from the reference, over the bound: at most 1 is right."""
-    own = [tensor.clone() for tensor in inputs]
-    narrow = (torch.float16, torch.bfloat16)
-    widened = [tensor.float() if tensor.dtype in narrow else tensor.clone() for tensor in inputs]
+    own = [tensor if i in operation.STORED else tensor.clone() for i, tensor in enumerate(inputs)]
+    # Where numbers are rounded to few bits on the way, the reference must round them in the same places.
+    narrow = (torch.float16, torch.bfloat16) if operation == operation.without_rounding() else ()
+    widened = [
+        tensor if i in operation.STORED else tensor.float() if tensor.dtype in narrow else tensor.clone()
+        for i, tensor in enumerate(inputs)
+    ]
     outputs = make_outputs(operation, own)
     start(operation, own, outputs)
     clear_unwritten(operation, outputs)
@@ -137,6 +146,8 @@ def count_bytes(operation: Operation, inputs: list[torch.Tensor], spans: Sequenc
     """What must be read and written at least: every input and output once, of the pools only the step's own rows."""
     if operation.EXCHANGES:
         return count_rows(operation, inputs)
+    if isinstance(operation, MoeExperts):
+        return expert_inputs.count_bytes(operation, inputs)
     rows, cached = sum(count for _, count in spans), sum(start + count for start, count in spans)
     touched = rows if operation.updates() else cached
     total = 0
@@ -170,6 +181,13 @@ def measure_copies() -> float:
     return 2 * COPY_BYTES / time_run(lambda: target.copy_(source))
 
 
+def measure_products() -> float:
+    """16-bit multiplications and additions per second in torch's largest product."""
+    size = 8192
+    a, b = (torch.randn(size, size, dtype=torch.bfloat16, device="cuda") for _ in range(2))
+    return 2 * size**3 / time_run(lambda: a @ b)
+
+
 def record(kernels: Sequence[Kernel], sm: int, device: str, table: Path = TABLE) -> None:
     """Adds a row for each kernel's source, in place of an earlier one of this source, SM and device."""
     today = datetime.now(UTC).date().isoformat()
@@ -196,9 +214,10 @@ def _run(keep: bool) -> int:
 
     device = CudaDevice()
     sm = max((sm for sm in SMS if sm <= device.sm), default=device.sm)
-    bandwidth = measure_copies()
-    print(f"{device.name}, SM{device.sm}, kernels for SM{sm}; copies {bandwidth / 1e9:.0f} GB/s")
-    print(f"{'operation':<24}{'model':<24}{'step':<12}{'error/bound':>12}{'ms':>9}{'of copy':>9}{'unfused':>9}")
+    bandwidth, products = measure_copies(), measure_products()
+    speeds = f"copies {bandwidth / 1e9:.0f} GB/s, products {products / 1e12:.0f} TFLOP/s"
+    print(f"{device.name}, SM{device.sm}, kernels for SM{sm}; {speeds}")
+    print(f"{'operation':<24}{'model':<24}{'step':<12}{'error/bound':>12}{'ms':>9}{'of floor':>9}{'unfused':>9}")
     wrong: set[str] = set()
     seen: list[Kernel] = []
     for model, operation, sms in list_subjects():
@@ -213,9 +232,11 @@ def _run(keep: bool) -> int:
             start(operation, inputs, outputs)
             fused = time_run(lambda: timed(operation, inputs, outputs))  # noqa: B023 (run at once)
             unfused = time_run(lambda: operation.compute(*inputs))  # noqa: B023
-            speed = count_bytes(operation, inputs, spans) / fused / bandwidth
+            floor = count_bytes(operation, inputs, spans) / bandwidth
+            if isinstance(operation, MoeExperts):
+                floor = max(floor, expert_inputs.count_operations(operation, inputs) / products)
             print(
-                f"{operation.NAME:<24}{model:<24}{name:<12}{share:>12.3f}{1e3 * fused:>9.3f}{speed:>8.0%} "
+                f"{operation.NAME:<24}{model:<24}{name:<12}{share:>12.3f}{1e3 * fused:>9.3f}{floor / fused:>8.0%} "
                 f"{unfused / fused:>7.1f}x",
                 flush=True,
             )

@@ -11,6 +11,7 @@ from pathlib import Path
 from plugins.compiler import SMS, compile_kernel
 from plugins.moe_all_to_all.message import PAYLOADS
 from plugins.moe_all_to_all.operation import MoeCombine, MoeDispatch
+from plugins.moe_experts.operation import MoeExperts
 from plugins.operation import Operation
 from plugins.paged_attention.operation import PagedAttention, PagedLatentAttention
 from plugins.rope_paged_kv.operation import RopePagedKv, RopePagedLatent
@@ -31,6 +32,12 @@ _ROUTED = {
     "V2-Lite, 8 ranks": {"dtype": "float16", "first": 0, "ranks": 8, "experts": 64, "top_k": 6, "hidden": 2048},
     "V3, 32 ranks": {"dtype": "bfloat16", "first": 0, "ranks": 32, "experts": 256, "top_k": 8, "hidden": 7168},
 }
+_EXPERTS = {
+    "V2-Lite": {"dtype": "float16", "hidden": 2048, "width": 1408, "experts": 64, "count": 64, "top_k": 6},
+    "V3": {"dtype": "bfloat16", "hidden": 7168, "width": 2048, "experts": 256, "count": 256, "top_k": 8},
+}
+# Storage of both products -> its group, its step.
+_STORAGES = {"plain": (0, 0.0), "int4": (128, 0.0), "fp8": (0, 0.02), "fp8_blocks": (0, 0.0)}
 _ROPE = {**_HEADS, "rotary_size": 128, "interleaved": False, "scale": 0.0884}
 
 
@@ -54,14 +61,26 @@ def list_subjects() -> Iterator[tuple[str, Operation, tuple[int, ...]]]:
             sent = "" if payload == "model" else ", fp8 payload"
             yield model + sent, MoeDispatch(**sizes, payload=payload), SMS  # type: ignore[arg-type]
         yield model, MoeCombine(**sizes), SMS  # type: ignore[arg-type]
+    yield from list_experts()
+
+
+def list_experts() -> Iterator[tuple[str, Operation, tuple[int, ...]]]:
+    """As `list_subjects`. V3's experts are FP8 or INT4: in 16 bits, those of one layer are 22 GB."""
+    for model, sizes in _EXPERTS.items():
+        for storage, (group, step) in _STORAGES.items():
+            if (model, storage) in (("V3", "plain"), ("V2-Lite", "fp8_blocks")):
+                continue
+            up = {"up_storage": storage, "up_group": group, "up_step": step}
+            down = {"down_storage": storage, "down_group": group, "down_step": step}
+            yield f"{model}, {storage}", MoeExperts(**sizes, **up, **down, first=0, prescale=""), SMS  # type: ignore[arg-type]
 
 
 def write_rows(model: str, operation: Operation, sm: int) -> Iterator[str]:
     for kernel in operation.kernels():
         made = compile_kernel(kernel, sm)
         constants = dict(kernel.constants)
-        split = ", split" if constants.get("SPLIT") else ""
-        name = f"{kernel.function} of {constants['ROWS']} rows{split}" if "ROWS" in constants else kernel.function
+        variant = "".join(f", {name.lower()}" for name in ("SPLIT", "GATED") if constants.get(name))
+        name = f"{kernel.function} of {constants['ROWS']} rows{variant}" if "ROWS" in constants else kernel.function
         yield (
             f"| {operation.NAME} | {model} | {name} | {sm} | {made.threads} | {made.registers} | {made.spills} | "
             f"{made.shared} |\n"

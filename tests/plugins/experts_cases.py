@@ -1,4 +1,4 @@
-"""Inputs of moe_experts: random weights in every storage, and rows that choose."""
+"""Small experts in every storage."""
 
 from __future__ import annotations
 
@@ -6,6 +6,7 @@ from typing import Any
 
 import torch
 
+from benchmarks.expert_inputs import draw_experts
 from plugins.moe_experts.operation import MoeExperts
 
 BASE = MoeExperts(
@@ -33,32 +34,5 @@ STORAGES: dict[str, dict[str, Any]] = {
 }
 
 
-def draw_chosen(rows: int, experts: int, top_k: int, generator: torch.Generator) -> torch.Tensor:
-    """Each row's experts, no one twice."""
-    ranked = torch.rand(rows, experts, generator=generator).argsort(1)
-    return ranked[:, :top_k].to(torch.int32)
-
-
 def make_inputs(op: MoeExperts, rows: int, chosen: torch.Tensor | None = None, seed: int = 0) -> list[torch.Tensor]:
-    generator = torch.Generator().manual_seed(seed)
-    made = []
-    for name, dtype, (first, *rest) in op.described_inputs():
-        shape = (rows if name in ("x", "weights", "indices") else first, *rest)
-        wide = torch.randn(shape, generator=generator)
-        if name == "indices":
-            made.append(chosen if chosen is not None else draw_chosen(rows, op.experts, op.top_k, generator))
-        elif name.endswith("_scales"):
-            least = 0.01 if _storage(op, name) == "int4" else 0.002
-            made.append((least * (1 + 2 * torch.rand(shape, generator=generator))).to(getattr(torch, dtype)))
-        elif dtype == "int8" and _storage(op, name) == "int4":
-            made.append(torch.randint(-128, 128, shape, generator=generator, dtype=torch.int8))
-        elif dtype == "int8":
-            made.append((wide * 20).to(torch.float8_e4m3fn).view(torch.int8))
-        else:
-            factor = 1.0 if name in ("x", "weights") else shape[-1] ** -0.5
-            made.append((wide * factor).to(getattr(torch, dtype)))
-    return made
-
-
-def _storage(op: MoeExperts, name: str) -> str:
-    return op.down_storage if name.startswith("proj") else op.up_storage
+    return draw_experts(op, rows, "cpu", chosen, seed)

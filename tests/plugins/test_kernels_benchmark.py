@@ -9,11 +9,13 @@ from pathlib import Path
 import pytest
 import torch
 
+from benchmarks import expert_inputs
 from benchmarks.kernels import compare, count_bytes, draw_inputs, main, record
 from benchmarks.loopback import keep_local, loop_back
 from plugins.operation import Exchange, Input, Operation, Scratch
 from plugins.passed import find_run
 from plugins.simulator import Simulator
+from tests.plugins.experts_cases import BASE, STORAGES
 from tests.plugins.test_moe_all_to_all import COMBINE, DISPATCH
 from tests.plugins.test_paged_attention import GROUPED, LATENT
 from tests.plugins.test_rope_paged_kv import HEADS
@@ -23,14 +25,16 @@ SPANS = [(20, 1), (0, 6)]
 
 
 # One rank of a group, whose messages come back to it.
+EXPERTS = [replace(BASE, **STORAGES[storage]) for storage in ("int4", "fp8")]
 EXCHANGED = [keep_local(op) for op in (replace(DISPATCH, payload="fp8", hidden=64), replace(COMBINE, hidden=64))]
 
 
 @pytest.mark.parametrize(
-    "operation", [HEADS, LATENT_ROPE, GROUPED, LATENT, *EXCHANGED], ids=lambda operation: operation.NAME
+    "operation", [HEADS, LATENT_ROPE, GROUPED, LATENT, *EXCHANGED, *EXPERTS], ids=lambda operation: operation.NAME
 )
 def test_right_kernels_pass_and_wrong_ones_do_not(simulator: Simulator, operation: Operation) -> None:
     inputs = draw_inputs(operation, SPANS, "cpu")
+    assert len(inputs) == len(operation.input_types())
     assert [tensor.dim() for tensor in inputs] == [dims for _, dims in operation.INPUTS][: len(inputs)]
     factor = 1.0
 
@@ -60,6 +64,16 @@ def test_bytes_of_exchanged_rows_are_those_of_messages() -> None:
     assert 7 < messages < 14
     assert count_bytes(dispatch, inputs, SPANS) == 7 * row + messages * (2 * message + row)
     assert count_bytes(combine, draw_inputs(combine, SPANS, "cpu"), SPANS) == (messages + 7) * row
+
+
+def test_experts_cost_what_their_rows_chose() -> None:
+    op = replace(EXPERTS[0], first=2, count=3)
+    inputs = draw_inputs(op, SPANS, "cpu")
+    inputs[2] = torch.tensor([[2, 4], [0, 4], [5, 1], [4, 2], [1, 0], [2, 5], [5, 4]], dtype=torch.int32)
+    pairs, width, hidden = 7, op.width, op.hidden
+    expert = 3 * (hidden * width // 2 + hidden * width // 32 * 4)
+    assert count_bytes(op, inputs, SPANS) == 2 * expert + 7 * (hidden * 4 + 2 * (4 + 4) + hidden * 4)
+    assert expert_inputs.count_operations(op, inputs) == pairs * 6 * width * hidden
 
 
 def test_a_rank_alone_gets_back_what_it_sends(monkeypatch: pytest.MonkeyPatch) -> None:
