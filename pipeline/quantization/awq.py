@@ -5,8 +5,8 @@ down, shrinks that channel's error by s as long as the group's maximum stays. s 
 sqrt(max·min) = 1, with alpha from a grid that holds 0 (round to nearest), judged by the output error
 |XWᵀ - (X/s)Q(W·s)ᵀ|² on sampled rows; for several linears that share s, by the sum.
 
-alpha is one number for all outputs, so a sample of them finds it; whether it pays is asked of all of them. On
-SmolLM2-135M that takes half of the time, and makes what searching with all outputs made.
+alpha is one number for all outputs, so a sample of them finds it; whether it pays is asked of all of them. SmolLM2-135M
+lost 0.143 nats per token so, and 0.145 where all outputs were tried.
 
 Clipping (optional): each group's range is searched, see `clipping`; kept for a linear only where its whole output error
 did not grow. What scaling wins, clipping may win as well, so a scale has to pay beside it.
