@@ -155,7 +155,9 @@ Locate = Callable[[Memory], int]  # the address of an operation's memory
 
 def exchange_over_nccl(step: Exchange, locate: Locate, stream: int) -> None:
     """Raises CompatibilityError where the group is not connected."""
-    counts = open_driver().read_integers(locate(step.counts), 2 * step.ranks, stream) if step.counts else []
+    counts: list[int] = []
+    if step.counts is not None:
+        counts = open_driver().read_integers(locate(step.counts), 2 * step.ranks, stream)
     group = find_group(step.first, step.ranks)
     run_exchange(step, group, locate(step.source), locate(step.target), counts, stream)
 

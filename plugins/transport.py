@@ -80,7 +80,7 @@ def run_exchange(
 ) -> None:
     """counts: the 2 * ranks numbers that `exchange.counts` names; not looked at where it names none."""
     ranks = exchange.ranks
-    goes, comes = (counts[:ranks], counts[ranks:]) if exchange.counts else ([1] * ranks, [1] * ranks)
+    goes, comes = ([1] * ranks, [1] * ranks) if exchange.counts is None else (counts[:ranks], counts[ranks:])
     if exchange.reverse:
         goes, comes = comes, goes
     exchange_rows(

@@ -82,6 +82,15 @@ def _note_lone_exchange(case: Case) -> str | None:
     return "moe_all_to_all has nothing to exchange: with expert parallel size 1 every GPU has all experts"
 
 
+def _note_exchange(case: Case) -> str | None:
+    if case.build.lowering.moe_all_to_all != "plugin" or case.parallel.expert == 1:
+        return None
+    return (
+        "moe_all_to_all has the host read how many rows go where, so that steps are not captured in CUDA graphs; and "
+        "since every GPU has every token after attention, what it sends comes on top of the sum over all GPUs"
+    )
+
+
 def _note_unsolved(case: Case) -> str | None:
     q = case.quantize
     if not q.recipe.auto:
@@ -101,6 +110,7 @@ NOTES: tuple[Rule, ...] = (
     Rule("plugins_are_new", "stages.build.lowering", _note_plugins, ""),
     Rule("no_experts", "stages.build.lowering.moe_experts", _note_no_experts, ""),
     Rule("nothing_to_exchange", "stages.build.lowering.moe_all_to_all", _note_lone_exchange, ""),
+    Rule("exchange_has_a_price", "stages.build.lowering.moe_all_to_all", _note_exchange, ""),
     Rule("recipe_comes_later", "stages.quantize.recipe", _note_unsolved, ""),
     Rule("smaller_groups", "stages.quantize.group_size", _note_smaller_groups, ""),
 )

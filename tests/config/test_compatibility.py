@@ -191,6 +191,12 @@ SETTINGS = [
         "every GPU has all experts",
     ),
     (
+        "exchange_has_a_price",
+        {"stages.build.lowering": {"moe_all_to_all": "plugin"}, "target.parallel": {"tensor": 2, "expert": 2}},
+        {"target.parallel": {"tensor": 2, "expert": 2}},
+        "not captured in CUDA graphs",
+    ),
+    (
         "payload_of_plugin",
         {"stages.build.expert_payload": "fp8"},
         {"stages.build.expert_payload": "fp8", "stages.build.lowering": {"moe_all_to_all": "plugin"}},
