@@ -45,6 +45,7 @@ def _take(context: StageContext, *, engine: Path) -> None:
     from pipeline.engine.tensorrt_llm.job import read_request
 
     job = context.inputs["job"].path
+    context.progress.note(f"takes {engine}, if it is what was asked")
     take_engine(engine, job, context.workspace.path, read_request(job), _read_digest(context), context.progress)
 
 
