@@ -14,8 +14,7 @@ from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
-from pipeline.checkpoint.engine_config import OWN_KEY
-from pipeline.checkpoint.layouts.scales import find_format
+from pipeline.checkpoint.layouts.scales import WEIGHT_SCALES, find_format
 from pipeline.checkpoint.tensors import TensorInfo
 from pipeline.errors import CompatibilityError
 from pipeline.exports.linear import Numbers, Part, QuantizedLinear
@@ -79,8 +78,12 @@ ROUNDED = "int4_zeros"  # the format of what `find_rounded` finds: none of an en
 
 def make_encodings(engine: CheckpointFolder) -> Mapping[str, Encoding]:
     """AutoAWQ has one group size for the whole model: that of the most linears, and others are left out."""
-    quantization = engine.config.get(OWN_KEY, {}).get("quantization") or {}
-    sizes = Counter(row["group_size"] for row in quantization.get("quantized", {}).values() if row["group_size"])
+    sizes = Counter(
+        weight.shape[-1] // info.shape[-1]
+        for name, info in engine.tensors.items()
+        if name.endswith(WEIGHT_SCALES) and len(info.shape) == 2 and info.shape[-1]
+        if (weight := engine.tensors.get(name.replace(WEIGHT_SCALES, "weight"))) is not None
+    )
     size = sizes.most_common(1)[0][0] if sizes else None
 
     def refuse(linear: QuantizedLinear) -> str | None:

@@ -75,7 +75,7 @@ class Plan:
     @property
     def is_quantized(self) -> bool:
         """Whether the engine checkpoint is."""
-        return self.engine.config[OWN_KEY]["quantization"] is not None
+        return self.engine.config[OWN_KEY].get("quantization") is not None
 
     @property
     def wide_linears(self) -> list[str]:
@@ -95,7 +95,7 @@ def plan_export(
     """`others`: REFUSE or WIDEN. Raises CheckpointError for a folder that is no engine checkpoint, CompatibilityError
     for linears that `format` cannot hold, unless they are to be widened."""
     own = engine.config.get(OWN_KEY)
-    if not isinstance(own, dict):
+    if not isinstance(own, dict) or str(own.get("dtype")) not in MODEL_DTYPES:
         raise CheckpointError(
             f"{engine.path} is not an engine checkpoint", hint="export what the convert or quantize stage wrote"
         )

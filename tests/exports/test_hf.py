@@ -28,6 +28,7 @@ CASES: list[tuple[Any, dict[str, Any]]] = [
     (fixtures.llama, {"tie_word_embeddings": True, "shards": 1}),
     (fixtures.qwen2, {}),
     (fixtures.deepseek_moe, {"tokenizer": True}),
+    (fixtures.deepseek_moe, {"tokenizer": True}),
     (fixtures.deepseek_v3, {}),
     (fixtures.deepseek_v3, {"fp8": True, "tokenizer": True}),
     (fixtures.deepseek_v2, {"tokenizer": True}),
