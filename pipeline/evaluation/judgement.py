@@ -91,23 +91,30 @@ def judge_proofs(bounds: Gates, conversion: ConversionProof, network: NetworkPro
             f"({network.declared_layer_errors[network.worst_declared_layer]:.2e} in its output)",
         ),
     ]
+    rows = []
     if network.native:
-        plugins = ", ".join(network.native.plugins)
-        rows = (
-            ("network_native", network.native.max_logit_error, "without plugins, against transformers"),
-            ("lowerings_agree", network.native.max_difference, "with plugins and without"),
-        )
-        gates += [
-            Gate(
-                name=name,
-                value=value,
-                bound=bounds.network_exact,
-                relation="<=",
-                meaning=f"largest |logit difference| {meaning}, both fp32",
-                blame=f"plugins: {plugins}",
-            )
-            for name, value, meaning in rows
+        blame = f"plugins: {', '.join(network.native.plugins)}"
+        rows += [
+            ("network_native", network.native.max_logit_error, "without plugins, against transformers", blame),
+            ("lowerings_agree", network.native.max_difference, "with plugins and without", blame),
         ]
+    if network.ranks:
+        blame = f"{network.ranks.world} ranks"
+        rows += [
+            ("ranks_exact", network.ranks.max_logit_error, "of all ranks together, against transformers", blame),
+            ("ranks_agree", network.ranks.max_difference, "of all ranks together and of one", blame),
+        ]
+    gates += [
+        Gate(
+            name=name,
+            value=value,
+            bound=bounds.network_exact,
+            relation="<=",
+            meaning=f"largest |logit difference| {meaning}, both fp32",
+            blame=blame,
+        )
+        for name, value, meaning, blame in rows
+    ]
     return gates
 
 

@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import itertools
 import math
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from functools import partial
 from typing import TYPE_CHECKING, Any
@@ -24,6 +24,7 @@ if TYPE_CHECKING:
 
     from pipeline.checkpoint.architecture import Architecture
     from pipeline.checkpoint.tensors import TensorSource
+    from pipeline.evaluation.parallel_proof import RankNetworks
     from pipeline.network.spec import NetworkSpec
     from pipeline.progress import Progress
 
@@ -46,6 +47,15 @@ class NativeProof:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
+class RanksProof:
+    """The same of the networks of `world` ranks together: from `transformers`, and from the network of one rank."""
+
+    world: int
+    max_logit_error: float
+    max_difference: float
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
 class NetworkProof:
     """Largest absolute differences from `transformers` at the `positions` compared, infinite where there were none;
     `left_out` counts positions where a router's choice was closer than the margin.
@@ -54,7 +64,8 @@ class NetworkProof:
     exact ones: the median position's, since where a rounding tips a router to another expert the difference says
     nothing of rounding. `declared_layer_errors` is the same of each layer's output.
 
-    Of a network with plugins, `native` says how the same network without any did."""
+    Of a network with plugins, `native` says how the same network without any did; of a parallel model, `ranks` how its
+    ranks' did."""
 
     max_logit_error: float
     layer_errors: list[float]
@@ -66,6 +77,7 @@ class NetworkProof:
     steps: int
     mixed_steps: int
     native: NativeProof | None = None
+    ranks: RanksProof | None = None
 
     @property
     def worst_layer(self) -> int:
@@ -119,8 +131,10 @@ def prove_network(
     router_margin: float,
     segments: Sequence[tuple[int, int]],
     progress: Progress,
+    ranks: RankNetworks | None = None,
 ) -> NetworkProof:
-    """Runs both sides. `segments` says whether the network is taken whole, [(0, L)], or in slices."""
+    """Runs both sides. `segments` says whether the network is taken whole, [(0, L)], or in slices; `ranks`: those of a
+    parallel model, which are taken whole."""
     import torch
 
     with torch.inference_mode():
@@ -156,18 +170,26 @@ def prove_network(
         layer: _median_share(rows, [exact[step, layer] for step in range(len(schedule.steps))])
         for layer, rows in differences.items()
     }
+
+    def compare(logits: Iterator[torch.Tensor]) -> dict[str, float]:
+        error = apart = 0.0 if compared else math.inf
+        for step, rows in enumerate(logits):
+            wanted, keep = _gather(reference, schedule, step, None, router_margin)
+            error = max(error, _largest(rows - wanted, keep))
+            apart = max(apart, _largest(rows - exact[step, None], keep))
+            progress.advance(1)
+        return {"max_logit_error": error, "max_difference": apart}
+
     native = None
     if spec.lowering.plugins():
-        progress.start("network without plugins", len(schedule.steps) * (layers + 1), "layers")
-        error = apart = 0.0
-        for event in run(spec=replace(spec, lowering=Lowering()), mode="exact"):
-            progress.advance(1)
-            if event.layer is None:
-                wanted, keep = _gather(reference, schedule, event.step, None, router_margin)
-                error = max(error, _largest(event.rows - wanted, keep))
-                apart = max(apart, _largest(event.rows - exact[event.step, None], keep))
-        error, apart = (value if compared else math.inf for value in (error, apart))
-        native = NativeProof(plugins=spec.lowering.plugins(), max_logit_error=error, max_difference=apart)
+        progress.start("network without plugins", len(schedule.steps), "steps")
+        events = run(spec=replace(spec, lowering=Lowering()), mode="exact")
+        found = compare(event.rows for event in events if event.layer is None)
+        native = NativeProof(plugins=spec.lowering.plugins(), **found)
+    together = None
+    if ranks is not None:
+        progress.start(f"networks of {ranks.parallel.world} ranks", len(schedule.steps), "steps")
+        together = RanksProof(world=ranks.parallel.world, **compare(ranks.run(schedule)))
     return NetworkProof(
         max_logit_error=worst[None] if compared else math.inf,
         layer_errors=[worst[layer] for layer in range(layers)],
@@ -178,6 +200,7 @@ def prove_network(
         declared_bound=derive_declared_bound(architecture, spec),
         steps=len(schedule.steps),
         native=native,
+        ranks=together,
         mixed_steps=sum(len({p.end - p.start > 1 for p in step.pieces}) == 2 for step in schedule.steps),
     )
 

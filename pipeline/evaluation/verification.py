@@ -19,7 +19,9 @@ from pipeline.evaluation.gates import Gate
 from pipeline.evaluation.judgement import judge_proofs, judge_quality
 from pipeline.evaluation.network_proof import NetworkProof, make_sequences, prove_network
 from pipeline.evaluation.numbers import spell_numbers
+from pipeline.evaluation.parallel_proof import RankNetworks
 from pipeline.evaluation.subject import describe_subject
+from pipeline.sharding import Parallel
 
 if TYPE_CHECKING:
     from pathlib import Path
@@ -35,10 +37,12 @@ SETTINGS = {"files": "stages.verify.heldout.files", "tasks": "stages.verify.task
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Verification:
-    """`quality`: original and quantized, None where nothing was quantized."""
+    """`quality`: original and quantized, None where nothing was quantized. `rank_digests`: of each rank's network, of a
+    parallel model; their proof is left out where the network is `sliced`."""
 
     gates: tuple[Gate, ...]
     network_digest: str
+    rank_digests: tuple[str, ...]
     conversion: ConversionProof
     network: NetworkProof
     quality: Comparison | None
@@ -52,6 +56,7 @@ class Verification:
     def _record(self) -> dict[str, Any]:
         return {
             "network_digest": self.network_digest,
+            "rank_digests": list(self.rank_digests),
             "gates": [gate.to_json() for gate in self.gates],
             "conversion": asdict(self.conversion),
             "network": asdict(self.network) | {"sliced": self.sliced},
@@ -69,7 +74,13 @@ class Verification:
             f"network: {proof.positions} positions in {proof.steps} steps ({proof.mixed_steps} mix prompt chunks and "
             f"single tokens), {proof.left_out} left out for a near-tied router",
             f"network digest: {self.network_digest}",
+            *(f"network digest of rank {rank}: {digest}" for rank, digest in enumerate(self.rank_digests)),
         ]
+        if self.rank_digests and proof.ranks is None:
+            lines.append(
+                f"ranks: NOT PROVED together: they are held whole, and this model has more than "
+                f"{WHOLE_NETWORK_LIMIT >> 30} GiB of fp32 weights"
+            )
         errors = None
         if self.quality:
             original, quantized = self.quality.quality
@@ -94,10 +105,11 @@ def verify(
     settings: Verify,
     progress: Progress,
     *,
+    parallel: Parallel = Parallel(),  # noqa: B008 (frozen)
     folder: Path | None = None,
 ) -> Verification:
-    """Runs the proofs. `quantized` is None where nothing was; then the converted checkpoint is what is built. `folder`
-    is where large activations may go meanwhile."""
+    """Runs the proofs. `quantized` is None where nothing was; then the converted checkpoint is what is built, for the
+    ranks of `parallel`. `folder` is where large activations may go meanwhile."""
     built = quantized or converted
     architecture = built.architecture
     conversion = prove_conversion(source, converted, progress)
@@ -108,6 +120,7 @@ def verify(
     )
     whole = sum(math.prod(info.shape) * 4 for info in converted.tensors.values()) <= WHOLE_NETWORK_LIMIT
     layers = architecture.num_layers
+    ranks = RankNetworks(checkpoint=built, spec=spec, parallel=parallel) if parallel.world > 1 else None
     network = prove_network(
         built,
         built.config,
@@ -118,6 +131,7 @@ def verify(
         router_margin=settings.router_margin,
         segments=[(0, layers)] if whole else [(layer, layer + 1) for layer in range(layers)],
         progress=progress,
+        ranks=ranks if whole else None,
     )
     gates = judge_proofs(settings.gates, conversion, network)
     quality = None
@@ -128,6 +142,7 @@ def verify(
     return Verification(
         gates=tuple(gates),
         network_digest=digest_network(built, architecture, spec),
+        rank_digests=ranks.digests() if ranks is not None else (),
         conversion=conversion,
         network=network,
         quality=quality,

@@ -3,8 +3,10 @@
 from __future__ import annotations
 
 import json
+from dataclasses import asdict
 from typing import TYPE_CHECKING, Any
 
+from pipeline.sharding.ranks import Parallel
 from pipeline.stages.convert import model_source
 from pipeline.stages.graph import Stage, StageContext
 from pipeline.stages.network import built_checkpoint, network_parameters, network_spec
@@ -27,7 +29,12 @@ def _sources(config: Config) -> Mapping[str, Sequence[Path]]:
 def _parameters(config: Config) -> Mapping[str, Any]:
     parameters = config.stages.verify.model_dump(mode="json")
     del parameters["heldout"]["files"], parameters["tasks"]  # their content counts, not their path
-    return {**parameters, "network": network_parameters(config)}
+    return {**parameters, "network": network_parameters(config), "parallel": asdict(_ranks(config))}
+
+
+def _ranks(config: Config) -> Parallel:
+    """Of trtseek's own network; TensorRT-LLM shares models out by itself."""
+    return Parallel() if config.target.world.foreign else Parallel(**config.target.parallel.model_dump())
 
 
 def _run(context: StageContext) -> None:
@@ -45,6 +52,7 @@ def _run(context: StageContext) -> None:
         network_spec(context.config, built.architecture.dtype),
         context.config.stages.verify,
         context.progress,
+        parallel=_ranks(context.config),
         folder=context.workspace.path,
     )
     folder = context.workspace.path

@@ -1,0 +1,86 @@
+"""verify's proof of a parallel model: the ranks' own networks, in processes of their own."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+import torch
+
+from pipeline.checkpoint.folder import CheckpointFolder
+from pipeline.config.proof import Gates
+from pipeline.evaluation.conversion_proof import ConversionProof
+from pipeline.evaluation.forward import read_program
+from pipeline.evaluation.judgement import judge_proofs
+from pipeline.evaluation.network_proof import NetworkProof, make_sequences, prove_network
+from pipeline.evaluation.parallel_proof import RankNetworks
+from pipeline.evaluation.schedule import Schedule
+from pipeline.network.spec import NetworkSpec
+from pipeline.progress import SILENT
+from pipeline.sharding import Parallel, Rank
+from tests import fixtures
+from tests.evaluation.support import convert
+
+PROMPTS = ((5, 9, 301, 44, 7, 8, 120, 66, 31, 250, 18), (400, 3, 77))
+SPEC = NetworkSpec(dtype="float32", max_seq_len=256, block_size=4)
+EP2 = Parallel(tensor=2, expert=2)
+
+
+@pytest.fixture(scope="module")
+def latent(tmp_path_factory: pytest.TempPathFactory) -> CheckpointFolder:
+    folder = tmp_path_factory.mktemp("v2")
+    return convert(fixtures.deepseek_v2(folder / "hf", num_hidden_layers=2), folder / "engine")
+
+
+class Wrong(RankNetworks):
+    """Ranks that agree on nothing but the shape."""
+
+    def run(self, schedule: Schedule) -> Iterator[torch.Tensor]:
+        for step in schedule.steps:
+            yield torch.ones(len(step.inputs["slot_ids"]), self.checkpoint.architecture.vocab_size)
+
+
+def prove(built: CheckpointFolder, ranks: RankNetworks) -> NetworkProof:
+    sequences = make_sequences(PROMPTS, decode_tokens=2, architecture=built.architecture, max_seq_len=128)
+    return prove_network(
+        built,
+        built.config,
+        built.architecture,
+        SPEC,
+        sequences,
+        prefill_chunk=4,
+        router_margin=1e-5,
+        segments=[(0, 2)],
+        progress=SILENT,
+        ranks=ranks,
+    )
+
+
+def judge(proof: NetworkProof) -> dict[str, bool | None]:
+    conversion = ConversionProof(tensors=1, elements=1, differing={}, clipped=0)
+    return {gate.name: gate.passed for gate in judge_proofs(Gates(), conversion, proof)}
+
+
+def test_ranks_that_are_right(latent: CheckpointFolder) -> None:
+    proof = prove(latent, RankNetworks(checkpoint=latent, spec=SPEC, parallel=EP2))
+    assert proof.ranks is not None and proof.ranks.world == 2
+    assert 0 < proof.ranks.max_difference < 1e-5 and proof.ranks.max_logit_error < 2e-5
+    gates = judge(proof)
+    assert gates["ranks_exact"] and gates["ranks_agree"]
+
+
+def test_ranks_that_are_wrong(latent: CheckpointFolder) -> None:
+    proof = prove(latent, Wrong(checkpoint=latent, spec=SPEC, parallel=EP2))
+    assert proof.ranks is not None and math.isfinite(proof.ranks.max_difference)
+    gates = judge(proof)
+    assert gates["network_exact"] is True
+    assert gates["ranks_exact"] is gates["ranks_agree"] is False
+
+
+def test_each_rank_has_a_digest(latent: CheckpointFolder, tmp_path: Path) -> None:
+    first, second = RankNetworks(checkpoint=latent, spec=SPEC, parallel=EP2).digests()
+    assert first != second
+    spec = NetworkSpec(dtype="float32", max_seq_len=256, block_size=4, rank=Rank(EP2, 1))
+    assert read_program(latent, latent.architecture, spec).digest() == second
