@@ -4,10 +4,11 @@ from __future__ import annotations
 
 import json
 from collections.abc import Mapping
-from dataclasses import asdict, dataclass
+from dataclasses import asdict, dataclass, replace
 from pathlib import Path
 from typing import Any
 
+from pipeline.digest import digest_json
 from pipeline.engine.document import read_document
 from pipeline.engine.limits import FULL, BuildLimits
 from pipeline.errors import BuildError, CompatibilityError
@@ -88,7 +89,7 @@ class EngineDescription:
     sources: digest of each checkpoint file that went in, by its name. weights_bytes: on the GPU, None where the engine
     file is not readable (`tensorrt`). weights: "full", or "stripped" where refit.json beside the engine lists what it
     still lacks. weight_streaming: whether a runner may leave a part of the weights in host memory. plugins: those that
-    the spec's lowering asks for.
+    the spec's lowering asks for. ranks: of a parallel model, the other ranks' engines; this is rank 0's.
     """
 
     file: str
@@ -109,6 +110,17 @@ class EngineDescription:
     weights: str = FULL
     weight_streaming: bool = False
     plugins: tuple[PluginDescription, ...] = ()
+    ranks: tuple[EngineDescription, ...] = ()
+
+    @property
+    def all_ranks(self) -> tuple[EngineDescription, ...]:
+        """Itself first, without the others in it."""
+        return (replace(self, ranks=()), *self.ranks)
+
+    @property
+    def set_digest(self) -> str:
+        """Of all ranks' engines; the engine's own where it is the only one."""
+        return digest_json([rank.digest for rank in self.all_ranks]) if self.ranks else self.digest
 
     @property
     def workspace_bytes(self) -> int | None:
@@ -117,8 +129,11 @@ class EngineDescription:
         return None if None in sizes else max(size for size in sizes if size is not None)
 
     def to_json(self) -> str:
-        values = {"format": FORMAT, **asdict(self), "spec": json.loads(self.spec.to_json())}
-        return json.dumps(values, indent=2) + "\n"
+        return json.dumps({"format": FORMAT, **self._to_values()}, indent=2) + "\n"
+
+    def _to_values(self) -> dict[str, Any]:
+        values = {**asdict(self), "spec": json.loads(self.spec.to_json())}
+        return {**values, "ranks": [rank._to_values() for rank in self.ranks]}
 
 
 def load_description(path: Path) -> EngineDescription:
@@ -143,6 +158,7 @@ def _from_json(values: dict[str, Any]) -> EngineDescription:
             "profiles": tuple(_profile(profile) for profile in values["profiles"]),
             "build": BuildRecord(**values["build"]),
             "plugins": tuple(map(read_plugin, values.get("plugins", ()))),
+            "ranks": tuple(map(_from_json, values.get("ranks", ()))),
         }
     )
 

@@ -33,13 +33,13 @@ LIBRARIES = ("torch", "transformers", "tokenizers", "safetensors", "numpy", "ten
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Built:
     """What a package serves. digest: of the engine; None where a checkpoint is loaded as it is. sm: None where nobody
-    says what it was built on. network_digest: of the network that was proved for it."""
+    says what it was built on. networks: digests of those that were proved for it, one for each rank."""
 
     backend: str
     backend_version: str | None
     sm: int | None
     digest: str | None
-    network_digest: str
+    networks: Sequence[str]
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -92,7 +92,7 @@ def write_manifest(
             "backend": built.backend,
             "backend_version": built.backend_version,
         },
-        "network_digest": built.network_digest,
+        "network_digest": verification["network_digest"],
         "engine_digest": built.digest,
         "gates": verification["gates"],
         "libraries": {name: version for name in LIBRARIES if (version := _find_version(name))},
@@ -166,10 +166,10 @@ def hash_file(path: Path, progress: Progress = SILENT) -> str:
 
 
 def _check_proof(built: Built, verification: Mapping[str, Any]) -> None:
-    proved = verification["network_digest"]
-    if built.network_digest != proved:
+    proved = verification.get("rank_digests") or [verification["network_digest"]]
+    if list(built.networks) != proved:
         raise PackageError(
-            f"the engine is of network {built.network_digest}, verify.json of {proved}",
+            f"the engine is of network {', '.join(built.networks)}, verify.json of {', '.join(proved)}",
             hint="run verify and build again",
         )
     failed = [gate["name"] for gate in verification["gates"] if gate["passed"] is False]

@@ -7,13 +7,15 @@ from typing import TYPE_CHECKING, Any
 
 from pipeline.stages.foreign_build import build_tensorrt_llm, export_llmapi
 from pipeline.stages.graph import Stage, StageContext
-from pipeline.stages.network import NETWORK_FILE, built_checkpoint, network_spec
-from pipeline.stages.verify import REPORT
+from pipeline.stages.network import NETWORK_FILE, built_checkpoint, network_spec, proved_digests
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Mapping
+    from pathlib import Path
 
     from pipeline.config.schema import Config
+    from pipeline.engine.description import EngineDescription
+    from pipeline.network.spec import NetworkSpec
 
 ENGINE = "model.engine"
 LOG = "build.log"
@@ -42,30 +44,37 @@ def _run(context: StageContext) -> None:
 def _build_own(context: StageContext) -> None:
     from pipeline.checkpoint.folder import CheckpointFolder
     from pipeline.engine.builder import build_engine
+    from pipeline.engine.rank_engines import build_ranks
     from pipeline.errors import BuildError
+    from pipeline.sharding import Parallel
 
     config, folder = context.config, context.workspace.path
     checkpoint = built_checkpoint(context.inputs)
     spec = network_spec(config, CheckpointFolder.open(checkpoint).architecture.dtype)
-    description = build_engine(
-        backend=config.target.backend,
-        checkpoint=checkpoint,
-        spec=spec,
-        limits=config.stages.build.limits(),
-        sm=config.target.device.sm,
-        output=folder / ENGINE,
-        log=folder / LOG,
-        progress=context.progress,
-        weights=config.stages.build.weights,
-        weight_streaming=config.stages.build.weight_streaming,
-    )
-    proven = json.loads((context.inputs["verify"].path / REPORT).read_text(encoding="utf-8"))["network_digest"]
-    if description.network_digest != proven:
+
+    def build(spec: NetworkSpec, place: Path) -> EngineDescription:
+        return build_engine(
+            backend=config.target.backend,
+            checkpoint=checkpoint,
+            spec=spec,
+            limits=config.stages.build.limits(),
+            sm=config.target.device.sm,
+            output=place / ENGINE,
+            log=folder / LOG,
+            progress=context.progress,
+            weights=config.stages.build.weights,
+            weight_streaming=config.stages.build.weight_streaming,
+        )
+
+    parallel = Parallel(**config.target.parallel.model_dump())
+    engine = build(spec, folder) if parallel.world == 1 else build_ranks(parallel, spec, context.workspace, build)
+    built, proven = [rank.network_digest for rank in engine.all_ranks], proved_digests(context.inputs)
+    if built != proven:
         raise BuildError(
-            f"the network that was built ({description.network_digest}) is not the one that was proved ({proven})",
+            f"the network that was built ({', '.join(built)}) is not the one that was proved ({', '.join(proven)})",
             hint="the code changed between the stages: run with --force verify --force build",
         )
-    network = {"spec": json.loads(spec.to_json()), "digest": description.network_digest}
+    network = {"spec": json.loads(spec.to_json()), "digest": engine.network_digest}
     (folder / NETWORK_FILE).write_text(json.dumps(network, indent=2) + "\n", encoding="utf-8")
 
 

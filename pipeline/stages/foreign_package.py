@@ -2,12 +2,10 @@
 
 from __future__ import annotations
 
-import json
 from typing import TYPE_CHECKING
 
 from pipeline.stages.foreign_build import CHECKPOINT
-from pipeline.stages.network import built_checkpoint
-from pipeline.stages.verify import REPORT
+from pipeline.stages.network import built_checkpoint, proved_digests
 
 if TYPE_CHECKING:
     from pipeline.release.manifest import Built
@@ -36,7 +34,7 @@ def package_tensorrt_llm(context: StageContext) -> Built:
         backend_version=record.version,
         sm=record.sm,
         digest=digest_json({name: digest_file(build / ENGINE / name) for name in sorted(record.files)}),
-        network_digest=record.network_digest,
+        networks=proved_digests(context.inputs),
     )
 
 
@@ -52,5 +50,5 @@ def package_llmapi(context: StageContext) -> Built:
         on_link=context.workspace.recognise,
         progress=context.progress,
     )
-    proved = json.loads((context.inputs["verify"].path / REPORT).read_text(encoding="utf-8"))["network_digest"]
-    return Built(backend="llmapi", backend_version=None, sm=None, digest=None, network_digest=proved)
+    networks = proved_digests(context.inputs)
+    return Built(backend="llmapi", backend_version=None, sm=None, digest=None, networks=networks)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
@@ -13,11 +14,18 @@ if TYPE_CHECKING:
     from pipeline.stages.artifact import Artifact
 
 NETWORK_FILE = "network.json"
+PROOF = "verify.json"  # of the verify stage
 
 
 def built_checkpoint(inputs: Mapping[str, Artifact]) -> Path:
     """The quantized engine checkpoint, or the converted one where nothing is quantized."""
     return inputs["quantize" if "quantize" in inputs else "convert"].path
+
+
+def proved_digests(inputs: Mapping[str, Artifact]) -> list[str]:
+    """The digests of the networks that verify proved, which may be built: one for each rank."""
+    proof = json.loads((inputs["verify"].path / PROOF).read_text(encoding="utf-8"))
+    return proof.get("rank_digests") or [proof["network_digest"]]
 
 
 def network_parameters(config: Config) -> Mapping[str, Any]:

@@ -68,8 +68,8 @@ def _package_own(context: StageContext) -> Built:
         backend=engine.backend,
         backend_version=engine.backend_version,
         sm=engine.sm,
-        digest=engine.digest,
-        network_digest=engine.network_digest,
+        digest=engine.set_digest,
+        networks=[rank.network_digest for rank in engine.all_ranks],
     )
 
 

@@ -58,15 +58,17 @@ class Linker:
         self.parent, self.on_link, self.progress = parent, on_link, progress
         self.noted = False
 
-    def link_folder(self, kind: str, files: Iterable[Path]) -> Path:
-        digests = {file: digest_file(file) for file in files}
-        content = digest_json({file.name: digest for file, digest in digests.items()})
+    def link_folder(self, kind: str, files: Mapping[str, Path]) -> Path:
+        """files: by the name that they have in the folder, which may have one in it."""
+        digests = {name: digest_file(file) for name, file in files.items()}
+        content = digest_json(digests)
         folder = self.parent / f"{kind}-{content.partition(':')[2][:16]}"
         folder.mkdir(parents=True)
-        for file, digest in digests.items():
-            target = folder / file.name
+        for name, file in files.items():
+            target = folder / name
+            target.parent.mkdir(exist_ok=True)
             self._link(file, target)
-            self.on_link(target, digest)
+            self.on_link(target, digests[name])
             self.progress.advance(target.stat().st_size)
         return folder
 
@@ -80,3 +82,7 @@ class Linker:
                 self.progress.note(f"files are copied, not linked: {error.strerror} (from {source.parent})")
                 self.noted = True
             shutil.copyfile(source, target)
+
+
+def by_name(files: Iterable[Path]) -> dict[str, Path]:
+    return {file.name: file for file in files}

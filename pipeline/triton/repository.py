@@ -14,14 +14,23 @@ import json
 import shutil
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
-from pathlib import Path
+from pathlib import Path, PurePath
 from typing import TYPE_CHECKING, Any
 
 from pipeline.digest import digest_file
 from pipeline.errors import BuildError, PackageError
 from pipeline.progress import SILENT, Progress
 from pipeline.triton import MODEL_REPO
-from pipeline.triton.emission import ARTIFACTS, BACKENDS, BY_SOCKET, REPOSITORY, Linker, list_modules, write_models
+from pipeline.triton.emission import (
+    ARTIFACTS,
+    BACKENDS,
+    BY_SOCKET,
+    REPOSITORY,
+    Linker,
+    by_name,
+    list_modules,
+    write_models,
+)
 from pipeline.triton.lint import check_repository
 from pipeline.triton.model_config import Models, build_configs, text_parameters
 
@@ -74,11 +83,12 @@ def emit_repository(
     digest = _check_belonging(description, checkpoint, _read_json(network), network)
     files = _list_files(description, engine, checkpoint, network)
     linker = Linker(output / ARTIFACTS, on_link, progress)
-    progress.start("package", sum(file.stat().st_size for group in files.values() for file in group), "B")
+    nbytes = sum(file.stat().st_size for group in files.values() for file in group.values())
+    progress.start("package", nbytes, "B")
     artifacts = {kind: linker.link_folder(kind, group) for kind, group in files.items()}
     folders = {kind: f"../../{ARTIFACTS}/{folder.name}" for kind, folder in artifacts.items()}
     paths = Paths(**folders, network=f"{folders['checkpoint']}/{network.name}")
-    models = describe_models(config, paths, network_digest=digest, engine_digest=description.digest)
+    models = describe_models(config, paths, network_digest=digest, engine_digest=description.set_digest)
     write_models(output / REPOSITORY, build_configs(models), list_modules(BY_SOCKET))
     shutil.copytree(MODEL_REPO / "backends", output / BACKENDS, ignore=shutil.ignore_patterns("__pycache__"))
     check_repository(output / REPOSITORY, backends=output / BACKENDS)
@@ -140,7 +150,9 @@ def _check_belonging(description: EngineDescription, checkpoint: Path, network: 
     return description.network_digest
 
 
-def _list_files(description: EngineDescription, engine: Path, checkpoint: Path, network: Path) -> dict[str, list[Path]]:
+def _list_files(
+    description: EngineDescription, engine: Path, checkpoint: Path, network: Path
+) -> dict[str, dict[str, Path]]:
     from pipeline.checkpoint.folder import CheckpointFolder
     from pipeline.engine.description import DESCRIPTION
     from pipeline.engine.limits import STRIPPED
@@ -151,12 +163,16 @@ def _list_files(description: EngineDescription, engine: Path, checkpoint: Path, 
             f"{checkpoint} has no tokenizer, and the models take and give text",
             hint="copy tokenizer.json and tokenizer_config.json into the model's folder and convert it again",
         )
-    # Of an engine without weights: what it lacks.
-    refit_list = [engine / "refit.json"] if description.weights == STRIPPED else []
+    names = [DESCRIPTION]
+    for rank in description.all_ranks:
+        place = PurePath(rank.file).parent
+        names += [rank.file, *([str(place / DESCRIPTION)] if description.ranks else [])]
+        if description.weights == STRIPPED:
+            names.append(str(place / "refit.json"))  # what it lacks
     return {
-        "engine": [engine / DESCRIPTION, engine / description.file, *refit_list],
-        "checkpoint": [*folder.files, network],
-        "tokenizer": folder.tokenizer_files,
+        "engine": {name: engine / name for name in names},
+        "checkpoint": by_name([*folder.files, network]),
+        "tokenizer": by_name(folder.tokenizer_files),
     }
 
 

@@ -10,7 +10,7 @@ from pipeline.config.schema import Config
 from pipeline.errors import PackageError
 from pipeline.release.manifest import MANIFEST, SUMS, Built, check_release, find_wrong_sizes, list_files, write_manifest
 
-BUILT = Built(backend="tensorrt_rtx", backend_version="1.7.1.116", sm=80, network_digest="blake3:n", digest="blake3:e")
+BUILT = Built(backend="tensorrt_rtx", backend_version="1.7.1.116", sm=80, networks=["blake3:n"], digest="blake3:e")
 GATES = [
     {"name": "network_exact", "value": 3e-6, "bound": 1e-4, "relation": "<=", "passed": True},
     {"name": "mean_kl", "value": 0.5, "bound": None, "relation": "<=", "passed": None},

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import json
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import cached_property
 from pathlib import Path
 
@@ -11,11 +11,14 @@ from pipeline.checkpoint.convert import convert_checkpoint
 from pipeline.checkpoint.folder import CheckpointFolder
 from pipeline.config.schema import Config
 from pipeline.digest import digest_file
-from pipeline.evaluation.forward import read_program
+from pipeline.engine.description import EngineDescription
+from pipeline.engine.rank_engines import join, name_rank
+from pipeline.evaluation.forward import digest_network, read_program
 from pipeline.network.program import Program
 from pipeline.network.spec import NetworkSpec
 from pipeline.runtime.generation import generate
 from pipeline.runtime.runner import InterpreterRunner
+from pipeline.sharding import Parallel
 from pipeline.triton.repository import Repository, emit_repository
 from pipeline.workspace import FolderWorkspace
 from tests.triton.emission import describe_engine
@@ -44,11 +47,11 @@ class Served:
         return InterpreterRunner(self.program, mode="exact")
 
 
-def make_config(name: str = "served", **package: object) -> Config:
+def make_config(name: str = "served", parallel: dict[str, int] | None = None, **package: object) -> Config:
     return Config(
         name=name,
         model={"path": Path("models/test")},
-        target={"gpu": "L4"},
+        target={"gpu": "L4", "parallel": parallel or {}},
         stages={
             "build": {"block_size": BLOCK_SIZE, "max_batch_size": 8, "max_seq_len": 256, "max_num_tokens": 128},
             "package": {"interpreter_mode": "exact", **package},
@@ -69,18 +72,44 @@ def serve_package(folder: Path, source: Path, config: Config | None = None) -> S
     spec = NetworkSpec(dtype="float16", block_size=build.block_size, max_seq_len=build.max_seq_len)
     program = read_program(checkpoint, checkpoint.architecture, spec)
     engine = folder / "engine"
-    engine.mkdir()
-    (engine / "model.engine").write_bytes(b"engine")
-    description = describe_engine(
-        digest=digest_file(engine / "model.engine"),
-        network_digest=program.digest(),
-        spec=spec,
-        limits=config.stages.build.limits(),
-        sources={file.name: digest_file(file) for file in checkpoint.files if file.suffix == ".safetensors"},
+    description = write_engine(engine, config, checkpoint, spec, program)
+    (engine / "network.json").write_text(
+        json.dumps({"spec": json.loads(spec.to_json()), "digest": description.network_digest})
     )
-    (engine / "engine.json").write_text(description.to_json())
-    (engine / "network.json").write_text(json.dumps({"spec": json.loads(spec.to_json()), "digest": program.digest()}))
     repository = emit_repository(
         folder / "package", config=config, engine=engine, checkpoint=checkpoint_path, network=engine / "network.json"
     )
     return Served(repository, source, checkpoint, program)
+
+
+def write_engine(
+    folder: Path, config: Config, checkpoint: CheckpointFolder, spec: NetworkSpec, program: Program
+) -> EngineDescription:
+    """What `build` leaves, with stand-ins for the engines."""
+    parallel = Parallel(**config.target.parallel.model_dump())
+    if parallel.world == 1:
+        return write_rank(folder, config, checkpoint, spec, program.digest())
+    ranks = []
+    for rank in parallel.ranks:
+        own = replace(spec, rank=rank)
+        digest = digest_network(checkpoint, checkpoint.architecture, own)
+        ranks.append(write_rank(folder / name_rank(rank.index), config, checkpoint, own, digest))
+    joint = join(ranks)
+    (folder / "engine.json").write_text(joint.to_json())
+    return joint
+
+
+def write_rank(
+    folder: Path, config: Config, checkpoint: CheckpointFolder, spec: NetworkSpec, digest: str
+) -> EngineDescription:
+    folder.mkdir(parents=True)
+    (folder / "model.engine").write_bytes(b"engine")
+    description = describe_engine(
+        digest=digest_file(folder / "model.engine"),
+        network_digest=digest,
+        spec=spec,
+        limits=config.stages.build.limits(),
+        sources={file.name: digest_file(file) for file in checkpoint.files if file.suffix == ".safetensors"},
+    )
+    (folder / "engine.json").write_text(description.to_json())
+    return description

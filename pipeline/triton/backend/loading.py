@@ -8,10 +8,10 @@ from __future__ import annotations
 
 import json
 import math
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, cast
 
 from pipeline.engine.description import DESCRIPTION, EngineDescription, load_description
 from pipeline.engine.tensorrt import list_device_sms
@@ -24,7 +24,8 @@ if TYPE_CHECKING:
     from pipeline.engine.limits import BuildLimits
     from pipeline.network.program import Program
     from pipeline.network.spec import NetworkSpec
-    from pipeline.runtime.runner import Runner
+    from pipeline.runtime.runner import RankInterpreterRunner, Runner
+    from pipeline.sharding import Rank
 
 RUNNERS = ("auto", "engine", "interpreter")
 # Of the host's free memory, what the interpreter's pools may take: the page cache that holds the weights needs room.
@@ -36,12 +37,14 @@ HOST_STEP_TOKENS, HOST_PADDED_ROWS = 128, 256
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Loaded:
-    """What the executor needs. `kind`: "engine" or "interpreter", with its mode."""
+    """What the executor needs. `kind`: "engine" or "interpreter", with its mode. `close`: ends what the runner started
+    beside itself."""
 
     runner: Runner
     limits: Limits
     vocab_size: int
     kind: str
+    close: Callable[[], object] = lambda: None
 
 
 def load_model(folder: Path, parameters: Mapping[str, str]) -> Loaded:
@@ -70,9 +73,10 @@ def check_model(folder: Path, parameters: Mapping[str, str]) -> list[str]:
         problems.append(error.message)
     else:
         found[DESCRIPTION] = engine.network_digest
-        if engine.digest != parameters["engine_digest"]:
-            problems.append(f"{DESCRIPTION} is of engine {engine.digest}, not {parameters['engine_digest']}")
-        _check_file(folder / parameters["gpt_model_path"] / engine.file, engine.nbytes, problems)
+        if engine.set_digest != parameters["engine_digest"]:
+            problems.append(f"{DESCRIPTION} is of engine {engine.set_digest}, not {parameters['engine_digest']}")
+        for rank in engine.all_ranks:
+            _check_file(folder / parameters["gpt_model_path"] / rank.file, rank.nbytes, problems)
         checkpoint = folder / parameters["checkpoint_path"]
         for name in engine.sources:
             _check_file(checkpoint / name, None, problems)
@@ -115,6 +119,11 @@ def _load_engine(folder: Path, parameters: Mapping[str, str]) -> Loaded:
     from pipeline.runtime.engine_runner import EngineRunner
 
     description = _describe(folder, parameters)
+    if description.ranks:
+        raise CompatibilityError(
+            f"engines of {len(description.all_ranks)} ranks are not run on GPUs by this version",
+            hint="set stages.package.runner: interpreter to serve on the CPU, or build for one GPU",
+        )
     engine = (folder / parameters["gpt_model_path"] / description.file).resolve()
     if (found := digest_file(engine)) != description.digest:
         raise PackageError(
@@ -132,32 +141,58 @@ def _load_engine(folder: Path, parameters: Mapping[str, str]) -> Loaded:
 
 def _load_interpreter(folder: Path, parameters: Mapping[str, str]) -> Loaded:
     from pipeline.checkpoint.folder import CheckpointFolder
-
-    description = _describe(folder, parameters)
-    checkpoint = CheckpointFolder.open((folder / parameters["checkpoint_path"]).resolve())
-    program = rebuild_program(checkpoint, description.spec, parameters["network_digest"])
-    return interpret(
-        program,
-        checkpoint.architecture,
-        description.spec,
-        description.limits,
-        mode=parameters.get("interpreter_mode", "fast"),
-        blocks=_count_wanted(description, parameters),
-    )
-
-
-def interpret(
-    program: Program, architecture: Architecture, spec: NetworkSpec, build: BuildLimits, *, mode: Any, blocks: int
-) -> Loaded:
-    """A network run by the interpreter, with as many of the KV `blocks` as memory has room for. Raises
-    CompatibilityError where not even one sequence has."""
-    from pipeline.network import inputs
+    from pipeline.runtime.rank_group import RankGroup
     from pipeline.runtime.runner import InterpreterRunner
 
-    runner = InterpreterRunner(program, mode=mode)
+    description, mode = _describe(folder, parameters), parameters.get("interpreter_mode", "fast")
+    checkpoint = CheckpointFolder.open((folder / parameters["checkpoint_path"]).resolve())
+    runner: InterpreterRunner | RankGroup
+    if description.ranks:
+        places = {"engine": str((folder / parameters["gpt_model_path"]).resolve()), "checkpoint": str(checkpoint.path)}
+        parallel = description.spec.rank.parallel
+        runner = RankGroup(parallel, f"{__name__}:load_rank", {**places, "mode": mode})
+    else:
+        program = rebuild_program(checkpoint, description.spec, parameters["network_digest"])
+        runner = InterpreterRunner(program, mode=cast("Any", mode))
+    loaded = serve_on_host(
+        runner,
+        checkpoint.architecture,
+        [rank.spec for rank in description.all_ranks],
+        description.limits,
+        mode=mode,
+        blocks=_count_wanted(description, parameters),
+    )
+    return replace(loaded, close=runner.close) if isinstance(runner, RankGroup) else loaded
+
+
+def load_rank(rank: Rank, *, engine: str, checkpoint: str, mode: Any) -> RankInterpreterRunner:
+    """In the process of the rank: its network, written again and run by the interpreter."""
+    from pipeline.checkpoint.folder import CheckpointFolder
+    from pipeline.engine.rank_engines import name_rank
+    from pipeline.runtime.runner import RankInterpreterRunner
+
+    description = load_description(Path(engine) / name_rank(rank.index))
+    program = rebuild_program(CheckpointFolder.open(Path(checkpoint)), description.spec, description.network_digest)
+    return RankInterpreterRunner(program, rank, mode=mode)
+
+
+def serve_on_host(
+    runner: Runner,
+    architecture: Architecture,
+    specs: Sequence[NetworkSpec],
+    build: BuildLimits,
+    *,
+    mode: str,
+    blocks: int,
+) -> Loaded:
+    """An interpreter's runner, with as many of the KV `blocks` as memory has room for, over the networks of all ranks.
+    Raises CompatibilityError where not even one sequence has."""
+    from pipeline.network import inputs
+
     held = 4 if mode == "exact" else None
     block_bytes = sum(
         math.prod(port.resolve({"NB": 1})) * (held or {"float32": 4}.get(port.dtype, 2))
+        for spec in specs
         for port in inputs.pools(architecture, spec)
     )
     affordable = int(free_memory() * HOST_POOL_FRACTION) // block_bytes
@@ -170,11 +205,12 @@ def interpret(
         )
     limits = Limits.of_engine(build, blocks)
     step = min(limits.max_num_tokens, max(HOST_STEP_TOKENS, limits.max_batch_size))
+    ranks = f", {len(specs)} ranks" if len(specs) > 1 else ""
     return Loaded(
         runner=runner,
         limits=replace(limits, max_num_tokens=step, max_padded_rows=max(step, HOST_PADDED_ROWS), mixed=False),
         vocab_size=architecture.vocab_size,
-        kind=f"interpreter, {mode} mode",
+        kind=f"interpreter, {mode} mode{ranks}",
     )
 
 

@@ -6,10 +6,10 @@ from __future__ import annotations
 import os
 from collections.abc import Mapping
 from pathlib import Path
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any, cast
 
 from pipeline.errors import PackageError
-from pipeline.triton.backend.loading import interpret
+from pipeline.triton.backend.loading import serve_on_host
 
 if TYPE_CHECKING:
     from pipeline.engine.limits import BuildLimits
@@ -31,6 +31,7 @@ def load_rehearsal(parameters: Mapping[str, str]) -> Loaded:
     from pipeline.engine.tensorrt_llm.engine_folder import read_engine_folder
     from pipeline.evaluation.forward import read_program
     from pipeline.network.spec import NetworkSpec
+    from pipeline.runtime.runner import InterpreterRunner
 
     if CHECKPOINT not in os.environ:
         raise PackageError(
@@ -43,12 +44,14 @@ def load_rehearsal(parameters: Mapping[str, str]) -> Loaded:
     spec = NetworkSpec(
         dtype=checkpoint.architecture.dtype, max_seq_len=limits.max_seq_len, block_size=limits.block_size
     )
-    program = read_program(checkpoint, checkpoint.architecture, spec)
+    runner = InterpreterRunner(
+        read_program(checkpoint, checkpoint.architecture, spec), mode=cast("Any", os.environ[MODE])
+    )
     tokens = parameters.get("max_tokens_in_paged_kv_cache")
-    return interpret(
-        program,
+    return serve_on_host(
+        runner,
         checkpoint.architecture,
-        spec,
+        [spec],
         limits,
         mode=os.environ[MODE],
         blocks=limits.max_blocks if tokens is None else 1 + int(tokens) // limits.block_size,

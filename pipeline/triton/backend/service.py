@@ -78,6 +78,7 @@ class Service:
         self._door.close()
         self._closed.set()
         self._attendant.join(CLOSE_S)
+        self.loaded.close()
 
     def _accept_guest(self, head: dict[str, Any], arrays: Arrays, sender: Sender) -> Reply | None:
         """A request by the door."""

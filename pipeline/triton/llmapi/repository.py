@@ -16,7 +16,7 @@ import yaml
 from pipeline.errors import PackageError
 from pipeline.progress import SILENT, Progress
 from pipeline.triton import MODEL_REPO
-from pipeline.triton.emission import ARTIFACTS, REPOSITORY, VERSION, Linker
+from pipeline.triton.emission import ARTIFACTS, REPOSITORY, VERSION, Linker, by_name
 from pipeline.triton.launch import write_launch
 from pipeline.triton.llmapi.model_yaml import list_arguments
 
@@ -46,7 +46,7 @@ def emit_repository(
         )
     files = sorted(file for file in checkpoint.iterdir() if file.is_file())
     progress.start("package", sum(file.stat().st_size for file in files), "B")
-    linked = Linker(output / ARTIFACTS, on_link, progress).link_folder("checkpoint", files)
+    linked = Linker(output / ARTIFACTS, on_link, progress).link_folder("checkpoint", by_name(files))
     arguments = list_arguments(
         config, model=f"{ARTIFACTS}/{linked.name}", routed=folder.architecture.experts is not None
     )

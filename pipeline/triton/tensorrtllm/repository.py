@@ -17,7 +17,7 @@ from typing import TYPE_CHECKING, Any
 from pipeline.errors import PackageError
 from pipeline.progress import SILENT, Progress
 from pipeline.triton import MODEL_REPO
-from pipeline.triton.emission import ARTIFACTS, BY_TRITON, REPOSITORY, Linker, list_modules, write_models
+from pipeline.triton.emission import ARTIFACTS, BY_TRITON, REPOSITORY, Linker, by_name, list_modules, write_models
 from pipeline.triton.launch import write_launch
 from pipeline.triton.lint import check_repository
 from pipeline.triton.model_config import Models, build_configs, text_parameters
@@ -62,8 +62,12 @@ def emit_repository(
         raise PackageError(
             f"{engine.path}: {', '.join(sorted(different))} changed since the build", hint="run the build stage again"
         )
-    files = {"engine": [engine.path / name for name in engine.files], "tokenizer": folder.tokenizer_files}
-    progress.start("package", sum(file.stat().st_size for group in files.values() for file in group), "B")
+    files = {
+        "engine": {name: engine.path / name for name in engine.files},
+        "tokenizer": by_name(folder.tokenizer_files),
+    }
+    nbytes = sum(file.stat().st_size for group in files.values() for file in group.values())
+    progress.start("package", nbytes, "B")
     linker = Linker(output / ARTIFACTS, on_link, progress)
     artifacts = {kind: f"{ARTIFACTS}/{linker.link_folder(kind, group).name}" for kind, group in files.items()}
     configs = build_configs(describe_models(config, request, **artifacts))
