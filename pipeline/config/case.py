@@ -16,7 +16,7 @@ if TYPE_CHECKING:
     from pipeline.checkpoint.tensors import TensorInfo
     from pipeline.config.gpus import GPU
     from pipeline.config.schema import Build, Config, Parallel, Quantize
-    from pipeline.engine.tensorrt_llm.support import Ask
+    from pipeline.engine.tensorrt_llm.ask import Ask
 
 FP8_TYPES = ("F8_E4M3", "F8_E5M2")
 # Kinds of RoPE whose long-context form is a fixed table. `dynamic` is not: its base grows with each sequence.

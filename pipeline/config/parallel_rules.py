@@ -7,7 +7,7 @@ from typing import TYPE_CHECKING
 from pipeline.checkpoint.layouts import list_kinds
 from pipeline.config.case import FP8_TYPES, Case
 from pipeline.config.rules import Rule
-from pipeline.engine.tensorrt_llm.support import pad_vocabulary, repeat_heads
+from pipeline.engine.tensorrt_llm.rank_sizes import pad_vocabulary, repeat_heads
 from pipeline.quantization.selection import Decision
 from pipeline.sharding.divisions import Division, divisions, find_undivided, hint_at_sizes
 from pipeline.sharding.ranks import Parallel, list_divisors

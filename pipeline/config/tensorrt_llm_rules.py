@@ -10,7 +10,8 @@ from pipeline.config.backends import LLMAPI_EXPORTS, OWN_SETTINGS
 from pipeline.config.case import Case
 from pipeline.config.recipe_rules import offered_formats
 from pipeline.config.rules import Rule
-from pipeline.engine.tensorrt_llm.support import LIMITS, Ask, Limit, StoredLinear
+from pipeline.engine.tensorrt_llm.ask import Ask, StoredLinear
+from pipeline.engine.tensorrt_llm.support import LIMITS, Limit
 from pipeline.quantization.selection import Decision
 from pipeline.sharding.ranks import Parallel
 
@@ -107,7 +108,7 @@ def _find_integer_cache(case: Case) -> str | None:
 def _find_unexported(case: Case) -> str | None:
     formats = (*case.formats, *(offered_formats(case.config) if case.quantize.recipe.auto else ()))
     if other := [name for name in formats if name not in LLMAPI_EXPORTS]:
-        return f"{other[0]}: the PyTorch backend reads no such weights; it reads {', '.join(LLMAPI_EXPORTS)}"
+        return f"{other[0]} is not exported to what the PyTorch backend reads; {', '.join(LLMAPI_EXPORTS)} are"
     if len({LLMAPI_EXPORTS[name] for name in formats}) > 1:
         return f"{' and '.join(formats)}: no one checkpoint that the PyTorch backend reads has both"
     return None

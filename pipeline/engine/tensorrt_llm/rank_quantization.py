@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING, Any
 
 from pipeline.checkpoint.layouts import layout_for
 from pipeline.checkpoint.layouts.scales import PRESCALE, WEIGHT_SCALES, find_format
-from pipeline.engine.tensorrt_llm.support import StoredLinear, count_formats
+from pipeline.engine.tensorrt_llm.ask import StoredLinear
 from pipeline.quantization.selection import FORMATS, MIXED, QUANTIZABLE
 
 if TYPE_CHECKING:
@@ -88,7 +88,7 @@ def describe_quantization(
 ) -> RankQuantization:
     """`method` and `cache`: the engine checkpoint's quantization.method and kv_cache_quant_algo. `local`: a layer's
     number in its pipeline stage, by which TensorRT-LLM names it."""
-    formats = count_formats(linears)
+    formats = {(linear.format, linear.group) for linear in linears if linear.format}
     if not formats:
         return RankQuantization(algo=None, config={"quant_algo": None, "kv_cache_quant_algo": cache}, layers={})
     has_prescale = any(f"{linear.name}.{PRESCALE}" in tensors for linear in linears)

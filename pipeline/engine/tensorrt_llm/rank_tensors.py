@@ -12,8 +12,8 @@ from pipeline.checkpoint.layouts.scales import CACHE_SCALES, find_format
 from pipeline.checkpoint.tensors import DTYPES, RawTensor, TensorInfo
 from pipeline.engine.tensorrt_llm.rank_experts import fuse
 from pipeline.engine.tensorrt_llm.rank_linears import RankWeights, list_tensors
+from pipeline.engine.tensorrt_llm.rank_sizes import pad_vocabulary, repeat_heads
 from pipeline.engine.tensorrt_llm.repeated_heads import repeat_heads_of
-from pipeline.engine.tensorrt_llm.support import pad_vocabulary, repeat_heads
 from pipeline.network.derived import Derived
 from pipeline.sharding import experts, layers, slice_source
 

@@ -14,10 +14,11 @@ from pipeline.checkpoint.engine_config import OWN_KEY
 from pipeline.checkpoint.layouts.scales import WEIGHT_SCALES
 from pipeline.checkpoint.safetensors_file import CHUNK, SafetensorsWriter
 from pipeline.checkpoint.tensors import TensorInfo
+from pipeline.engine.tensorrt_llm.ask import Ask
 from pipeline.engine.tensorrt_llm.rank_config import make_config
 from pipeline.engine.tensorrt_llm.rank_quantization import describe_quantization, list_linears
 from pipeline.engine.tensorrt_llm.rank_tensors import list_rank_tensors
-from pipeline.engine.tensorrt_llm.support import Ask, check_support
+from pipeline.engine.tensorrt_llm.support import check_support
 from pipeline.errors import CheckpointError
 from pipeline.progress import SILENT, Progress
 from pipeline.sharding import Rank, layers
@@ -28,7 +29,7 @@ if TYPE_CHECKING:
 
     from pipeline.checkpoint.architecture import Architecture
     from pipeline.checkpoint.folder import CheckpointFolder
-    from pipeline.engine.tensorrt_llm.support import StoredLinear
+    from pipeline.engine.tensorrt_llm.ask import StoredLinear
     from pipeline.network.derived import Derived
     from pipeline.sharding import Parallel
     from pipeline.workspace import Workspace

@@ -3,68 +3,22 @@ again of the checkpoint that is at hand. Light and without torch."""
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable
-from dataclasses import dataclass, replace
-from typing import TYPE_CHECKING
+from collections.abc import Callable
+from dataclasses import dataclass
 
+from pipeline.engine.tensorrt_llm.ask import Ask, StoredLinear
+from pipeline.engine.tensorrt_llm.rank_sizes import pad_vocabulary, repeat_heads
 from pipeline.errors import CompatibilityError
 from pipeline.sharding.divisions import divisions, find_undivided, hint_at_sizes
-from pipeline.sharding.ranks import Parallel
-
-if TYPE_CHECKING:
-    from pipeline.checkpoint.architecture import Architecture
 
 OTHER_BACKENDS = "backend tensorrt_rtx or tensorrt builds trtseek's own network of it; llmapi loads it in PyTorch"
 ROUTED = "DeepseekForCausalLM"  # DeepSeek-MoE-16B
 RUN = ("LlamaForCausalLM", "Qwen2ForCausalLM", ROUTED)
 INTEGERS = ("int4", "int4_fp8", "int8", "int8_sq")
 GROUPED = ("int4", "int4_fp8")
-# Its weight-only GEMMs: what inputs and outputs of all ranks together must be a multiple of, but for a zero padding
-# whose split over ranks is that of its own converter.
-TILE = 64
-FP8_TILE = 128
 GROUP_SIZES = (64, 128)
 BLACKWELL = range(100, 120)
 W4A8_SMS = range(89, 100)
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class StoredLinear:
-    """A decoder layer's linear of the engine checkpoint: `format` as in quantization.selection.FORMATS, or None."""
-
-    name: str
-    out_features: int
-    in_features: int
-    expert: int | None = None
-    format: str | None = None
-    group: int | None = None
-
-    @property
-    def place(self) -> tuple[int, str]:
-        """(layer, name within it)."""
-        layer, _, rest = self.name.partition(".layers.")[2].partition(".")
-        return int(layer), rest
-
-    @property
-    def multiple(self) -> int:
-        """Of inputs and outputs of one rank; 1 for floats."""
-        least = {"int4_fp8": FP8_TILE, "int4": TILE, "int8": TILE}.get(self.format or "", 1)
-        return max(least, self.group or 1)
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class Ask:
-    """What is to run: a model with its linears as stored, of type `dtype`, over ranks of one GPU's kind (`sm`)."""
-
-    architecture: Architecture
-    linears: tuple[StoredLinear, ...]
-    dtype: str
-    parallel: Parallel
-    sm: int
-
-    @property
-    def formats(self) -> set[str]:
-        return {linear.format for linear in self.linears if linear.format}
 
 
 @dataclass(frozen=True, slots=True)
@@ -271,21 +225,3 @@ def check_support(ask: Ask) -> None:
             "\n".join(f"TensorRT-LLM cannot run this: {problem}" for _, problem in broken),
             hint="; ".join(dict.fromkeys(limit.way_out for limit, _ in broken)),
         )
-
-
-def pad_vocabulary(architecture: Architecture, parallel: Parallel) -> Architecture:
-    """As the ranks hold it: the embedding's and the head's rows padded to a multiple of the tensor parallel size."""
-    return replace(architecture, vocab_size=-(-architecture.vocab_size // parallel.tensor) * parallel.tensor)
-
-
-def repeat_heads(architecture: Architecture, parallel: Parallel) -> Architecture:
-    """As the ranks hold it: with fewer key/value heads than ranks, several ranks have the same head."""
-    heads = architecture.num_kv_heads
-    if architecture.latent is not None or heads >= parallel.tensor or parallel.tensor % heads:
-        return architecture
-    return replace(architecture, num_kv_heads=parallel.tensor)
-
-
-def count_formats(linears: Iterable[StoredLinear]) -> set[tuple[str, int | None]]:
-    """The different (format, group)s of quantized linears."""
-    return {(linear.format, linear.group) for linear in linears if linear.format}

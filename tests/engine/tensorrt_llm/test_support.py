@@ -10,9 +10,10 @@ from typing import Any
 import pytest
 
 from pipeline.checkpoint.architecture import Architecture, parse_architecture
+from pipeline.engine.tensorrt_llm.ask import Ask, StoredLinear
 from pipeline.engine.tensorrt_llm.rank_config import make_config
 from pipeline.engine.tensorrt_llm.rank_quantization import RankQuantization
-from pipeline.engine.tensorrt_llm.support import LIMITS, Ask, StoredLinear, check_support
+from pipeline.engine.tensorrt_llm.support import LIMITS, check_support
 from pipeline.errors import CompatibilityError
 from pipeline.evaluation.rank_checkpoint import check_keys
 from pipeline.evaluation.rank_proof import prove_ranks
