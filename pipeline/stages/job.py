@@ -74,8 +74,8 @@ def _prove(source: CheckpointFolder, ranks: Path, sm: int, progress: Progress) -
             hint="a fault of trtseek itself, or of the disk: run again with --force job, and report it",
         )
     progress.note(
-        f"{proof.ranks} rank(s) hold all {proof.tensors} tensors, {len(proof.rounded)} of them rounded as its "
-        f"layout asks; over {proof.tokens} tokens logits differ by {proof.logits:.2g} of their size"
+        f"{proof.ranks} rank(s) hold all {proof.tensors} tensors, {len(proof.rounded)} of them rounded once more, as "
+        f"TensorRT-LLM's layout asks; over {proof.tokens} tokens logits differ by {proof.logits:.2g} of their size"
     )
 
 

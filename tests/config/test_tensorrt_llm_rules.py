@@ -79,7 +79,7 @@ SETTINGS = [
         "loaded_in_pytorch",
         {**PYTORCH, "stages.quantize.method": "smoothquant"},
         {**PYTORCH, "stages.quantize.method": "fp8_blocks"},
-        "int8_sq: the PyTorch backend reads no such weights; it reads int4, fp8, fp8_blocks",
+        "int8_sq is not exported to what the PyTorch backend reads; int4, fp8, fp8_blocks are",
     ),
     (
         "loaded_in_pytorch",

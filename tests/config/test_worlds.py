@@ -55,7 +55,7 @@ def test_reasons_are_the_rules_own():
     assert any("multi-head latent attention" in reason for reason in worlds["tensorrt_llm"].reasons)
     assert worlds["llmapi"].reasons == ()
     (reason,) = look({"target.gpu": "L4", "stages.quantize.method": "int8"})["llmapi"].reasons
-    assert reason.startswith("int8: the PyTorch backend reads no such weights")
+    assert reason.startswith("int8 is not exported to what the PyTorch backend reads")
     worlds = look({"target.gpu": "B200", "target.backend": "tensorrt"})
     assert any("refuses INT8 and INT4" in reason for reason in worlds["tensorrt_llm"].reasons)
 
