@@ -23,7 +23,9 @@ RANK = re.compile(r"rank(0|[1-9]\d{0,4})\.engine")
 KNOWN = re.compile(
     rf"{RANK.pattern}|rank\d+_managed_weights\.safetensors|config\.json|quant_cfg\.json|receipt\.json|SHA256SUMS|build\.log"
 )
+VERSION = re.compile(r"\d[\w.+-]{0,40}")
 MAX_JSON = 16 << 20  # bytes; a real one has some thousand
+SHOWN = 8  # of what is missing
 _HINT = "give the folder that build.sh (or trtllm-build --output_dir) wrote, whole and without links"
 
 
@@ -56,7 +58,8 @@ class EngineFolder:
         """What of the files is missing, empty or too much."""
         missing = sorted(set(range(self.world)) - set(self.ranks))
         extra = sorted(set(self.ranks) - set(range(self.world)))
-        problems = [f"rank{rank}.engine is missing, of {self.world} rank(s)" for rank in missing]
+        problems = [f"rank{rank}.engine is missing, of {self.world} rank(s)" for rank in missing[:SHOWN]]
+        problems += [f"{len(missing) - SHOWN} more are missing"] if len(missing) > SHOWN else []
         problems += [f"rank{rank}.engine is one too many, of {self.world} rank(s)" for rank in extra]
         return problems + [f"{name} is empty" for name, size in self.files.items() if not size and RANK.fullmatch(name)]
 
@@ -65,9 +68,11 @@ class EngineFolder:
         return [*self.find_gaps(), *(self._compare_sums(on_bytes) if SUMS in self.files else [])]
 
     def _compare_sums(self, on_bytes: Callable[[int], None] | None) -> list[str]:
+        if self.files[SUMS] > MAX_JSON:
+            return [f"{SUMS} has more than {MAX_JSON >> 20} MiB"]
         text = (self.path / SUMS).read_text(encoding="utf-8", errors="replace")
         sums = {name: digest for digest, _, name in (line.partition("  ") for line in text.splitlines())}
-        problems = [f"{name} is named in {SUMS} and missing" for name in sums if name not in self.files]
+        problems = [f"{name!a} is named in {SUMS} and missing" for name in sums if name not in self.files][:SHOWN]
         for name in self.files:
             if name == SUMS:
                 continue
@@ -121,7 +126,8 @@ def _read_object(path: Path) -> dict[str, Any]:
 
 def _check_shape(path: Path, config: Mapping[str, Any]) -> None:
     """What is read without looking again."""
-    if not isinstance(config.get("version"), str):
+    version = config.get("version")
+    if not isinstance(version, str) or not VERSION.fullmatch(version):
         raise BuildError(f"{path}: states no version of TensorRT-LLM", hint=_HINT)
     for keys in (("build_config",), ("pretrained_config",), ("pretrained_config", "mapping")):
         values: Any = config

@@ -64,7 +64,7 @@ def find_differences(engine: EngineFolder, job: Path) -> list[str]:
 def _compare(path: str, asked: Mapping[str, Any], found: Any, dtype: str | None) -> Iterator[str]:
     """Of every key that was asked."""
     if not isinstance(found, Mapping):
-        yield f"{path} is {found!r}, not a map"
+        yield f"{path} is {found!a}, not a map"
         return
     for key, wanted in asked.items():
         place = f"{path}.{key}"
@@ -97,9 +97,9 @@ def _compare_receipt(receipt: Mapping[str, Any], request: EngineRequest, job: st
     if receipt.get("job") != job:
         yield "the receipt is of another job: of other weights, or settings that config.json does not state"
     if receipt.get("sm") != request.sm:
-        yield f"it was built on SM{receipt.get('sm')}, asked for SM{request.sm} ({request.gpu})"
+        yield f"it was built on SM{receipt.get('sm')!a}, asked for SM{request.sm} ({request.gpu})"
     if receipt.get("tensorrt_llm") != request.version:
-        yield f"the receipt states TensorRT-LLM {receipt.get('tensorrt_llm')}, asked for {request.version}"
+        yield f"the receipt states TensorRT-LLM {receipt.get('tensorrt_llm')!a}, asked for {request.version}"
     series, tensorrt = tensorrt_series(request.version), str(receipt.get("tensorrt"))
     if tensorrt != "unknown" and tensorrt != series and not tensorrt.startswith(f"{series}."):
-        yield f"it was built with TensorRT {tensorrt}, and TensorRT-LLM {request.version} is of {series}"
+        yield f"it was built with TensorRT {tensorrt!a}, and TensorRT-LLM {request.version} is of {series}"

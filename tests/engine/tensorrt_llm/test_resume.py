@@ -132,6 +132,20 @@ def test_ranks_that_are_missing_or_too_many(engine, job):
     assert "rank0.engine is missing, of 2 rank(s)" in message and "rank2.engine is one too many" in message
 
 
+def test_an_absurd_number_of_ranks(engine, job):
+    edit(engine, "pretrained_config.mapping.world_size", 99999)
+    message = refuse(engine, job).message
+    assert "world_size is 99999, asked for 2" in message and "99989 more are missing" in message
+    assert len(message) < 2000
+
+
+def test_what_it_states_controls_no_terminal(engine, job):
+    edit(engine, "pretrained_config.dtype", "float16\x1b]0;owned\x07")
+    assert "\x1b" not in refuse(engine, job).message
+    edit(engine, "version", "1.2.1\x1b[2J")
+    assert refuse(engine, job).message.endswith("states no version of TensorRT-LLM")
+
+
 def test_a_file_that_was_cut_off_on_the_way(engine, job):
     weights = engine / "rank1.engine"
     weights.write_bytes(weights.read_bytes()[:-1])
@@ -146,7 +160,7 @@ def test_sums_that_leave_a_file_out_or_name_one_elsewhere(engine, job):
     (engine / "SHA256SUMS").write_text("\n".join([*sums[1:], "0" * 64 + "  ../../../etc/passwd"]) + "\n\x00")
     message = refuse(engine, job).message
     assert f"{sums[0].split('  ')[1]} is not named in SHA256SUMS" in message
-    assert "../../../etc/passwd is named in SHA256SUMS and missing" in message
+    assert "'../../../etc/passwd' is named in SHA256SUMS and missing" in message
 
 
 def test_an_engine_of_other_weights(engine, job, tmp_path):
@@ -157,7 +171,7 @@ def test_an_engine_of_other_weights(engine, job, tmp_path):
     message = refuse(engine, job).message
     assert "the receipt is of another job: of other weights" in message
     assert "it was built on SM80, asked for SM90 (H100)" in message
-    assert "built with TensorRT 10.13.3.9, and TensorRT-LLM 1.2.1 is of 10.14.1" in message
+    assert "built with TensorRT '10.13.3.9', and TensorRT-LLM 1.2.1 is of 10.14.1" in message
 
 
 def test_without_a_receipt_it_is_said_what_is_not_known(engine, job):
