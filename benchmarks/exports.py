@@ -41,29 +41,30 @@ import sys, time
 from pathlib import Path
 import torch
 from safetensors import safe_open
-begin = time.perf_counter()
+begin, used = time.perf_counter(), time.process_time()
 held = {}
 for path in Path(sys.argv[1]).glob("*.safetensors"):
     with safe_open(path, "pt") as file:
         held |= {name: file.get_tensor(name).clone() for name in file.keys()}
-print(time.perf_counter() - begin, sum(tensor.nbytes for tensor in held.values()))
+print(time.perf_counter() - begin, time.process_time() - used, sum(tensor.nbytes for tensor in held.values()))
 """,
     "GGUF": """
 import sys, time
 import numpy, torch
 from gguf import GGUFReader
-begin = time.perf_counter()
+begin, used = time.perf_counter(), time.process_time()
 held = {tensor.name: numpy.array(tensor.data) for tensor in GGUFReader(sys.argv[1] + "/model.gguf").tensors}
-print(time.perf_counter() - begin, sum(tensor.nbytes for tensor in held.values()))
+print(time.perf_counter() - begin, time.process_time() - used, sum(tensor.nbytes for tensor in held.values()))
 """,
 }
 
 
-def run(script: str, *arguments: object) -> tuple[float, float]:
-    """The two numbers that a script prints."""
+def run(script: str, *arguments: object) -> list[float]:
+    """The numbers that a script prints."""
     command = [sys.executable, "-c", script, *map(str, arguments)]
-    first, second = subprocess.run(command, check=True, capture_output=True, text=True).stdout.split()
-    return float(first), float(second)
+    return [
+        float(number) for number in subprocess.run(command, check=True, capture_output=True, text=True).stdout.split()
+    ]
 
 
 def prepare(folder: Path, gigabytes: float) -> int:
@@ -104,16 +105,17 @@ def main() -> None:
         for each in folders.values():  # into memory
             for file in each.iterdir():
                 file.read_bytes()
-        best = dict.fromkeys(folders, float("inf"))
+        best = dict.fromkeys(folders, (float("inf"), float("inf")))
         for _ in range(arguments.rounds):
             for name, path in folders.items():
-                seconds, held = run(LOAD[name], path)
+                seconds, used, held = run(LOAD[name], path)
                 if abs(held - nbytes) > 0.01 * nbytes:
                     raise SystemExit(f"{name}: {held:.0f} bytes loaded, {nbytes} in the model")
-                best[name] = min(best[name], seconds)
-        for name, seconds in best.items():
-            print(f"load {name:<23} {seconds:5.2f} s, {nbytes / seconds / 1e9:.2f} GB/s")
-        print(f"GGUF takes {best['GGUF'] / best['safetensors']:.2f} of safetensors' time")
+                best[name] = min(best[name][0], seconds), min(best[name][1], used)
+        for name, (seconds, used) in best.items():
+            print(f"load {name:<23} {seconds:5.2f} s, {used:.2f} s of CPU, {nbytes / seconds / 1e9:.2f} GB/s")
+        wall, cpu = (theirs / ours for ours, theirs in zip(*(best[name] for name in folders), strict=True))
+        print(f"GGUF takes {wall:.2f} of safetensors' time, {cpu:.2f} of its CPU seconds")
 
 
 if __name__ == "__main__":
