@@ -29,20 +29,19 @@ class CheckedSource:
     host_notes: tuple[str, ...]
 
 
-def check_source(config: Config, *, buildable: bool = True, keep: bool = True) -> CheckedSource:
+def check_source(config: Config, *, keep: bool = True) -> CheckedSource:
     """Refuses what cannot be, without reading a weight (ConfigError, CheckpointError, CompatibilityError).
 
-    `buildable` also refuses what is valid but not carried out by this version; `keep` notes in the store what passed.
+    `keep` notes in the store what passed.
     """
     from pipeline.checkpoint.checked_headers import read_checked, remember
     from pipeline.cli.host import list_host_notes
-    from pipeline.config.compatibility import check_buildable, check_compatibility
+    from pipeline.config.compatibility import check_compatibility
 
     _check_model(config)
     memory = config.store_folder / HEADERS
     headers = read_checked(config.model.path, memory)
-    check = check_buildable if buildable else check_compatibility
-    notes = check(config, headers.architecture, headers.tensors)
+    notes = check_compatibility(config, headers.architecture, headers.tensors)
     _check_texts(config)
     if keep:
         remember(config.model.path, memory, headers)

@@ -7,7 +7,7 @@ from typing import TYPE_CHECKING
 
 from pipeline.config.case import Case
 from pipeline.config.foreign_rules import FOREIGN_NOTES, FOREIGN_RULES
-from pipeline.config.notes import NOTES, UNBUILT
+from pipeline.config.notes import NOTES
 from pipeline.config.parallel_rules import PARALLEL_RULES
 from pipeline.config.recipe_rules import RECIPE_RULES
 from pipeline.config.rules import RULES, Rule
@@ -42,15 +42,8 @@ def check_compatibility(
     """
     case = Case(config=config, architecture=architecture, tensors=tensors)
     _refuse(ALL_RULES, case)
-    notes = (rule.find(case) for rule in (*NOTES, *FOREIGN_NOTES, *UNBUILT))
+    notes = (rule.find(case) for rule in (*NOTES, *FOREIGN_NOTES))
     return tuple(note for note in notes if note)
-
-
-def check_buildable(config: Config, architecture: Architecture, tensors: Mapping[str, TensorInfo]) -> tuple[str, ...]:
-    """`check_compatibility`, and refuses besides what is valid but not carried out by this version."""
-    notes = check_compatibility(config, architecture, tensors)
-    _refuse(UNBUILT, Case(config=config, architecture=architecture, tensors=tensors))
-    return notes
 
 
 def _refuse(rules: Iterable[Rule], case: Case) -> None:

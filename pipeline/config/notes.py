@@ -1,4 +1,4 @@
-"""What works but must be known (NOTES), and what is valid but not carried out by this version (UNBUILT)."""
+"""What works but must be known."""
 
 from __future__ import annotations
 
@@ -101,7 +101,18 @@ def _note_unsolved(case: Case) -> str | None:
     )
 
 
+def _note_ranks(case: Case) -> str | None:
+    p = case.parallel
+    if p.tensor * p.pipeline == 1 or case.config.target.world.foreign:
+        return None
+    text = f"an engine for each of {p.tensor * p.pipeline} GPUs, of one host; none has run on GPUs yet"
+    if p.pipeline > 1:
+        text += ", and those of pipeline stages are served on the CPU alone"
+    return text
+
+
 NOTES: tuple[Rule, ...] = (
+    Rule("an_engine_each", "target.parallel", _note_ranks, ""),
     Rule("backend_of_gpu", "target.backend", _note_backend, ""),
     Rule("weights_come_later", "stages.build.weights", _note_stripped, ""),
     Rule("fp8_saves_memory", "stages.convert.dtype", _note_fp8_blocks, ""),
@@ -114,17 +125,3 @@ NOTES: tuple[Rule, ...] = (
     Rule("recipe_comes_later", "stages.quantize.recipe", _note_unsolved, ""),
     Rule("smaller_groups", "stages.quantize.group_size", _note_smaller_groups, ""),
 )
-
-
-def _find_parallel(case: Case) -> str | None:
-    p = case.parallel
-    if p.tensor == p.pipeline == p.expert == 1 or case.config.target.world.foreign:
-        return None
-    return (
-        f"tensor {p.tensor}, pipeline {p.pipeline}, expert {p.expert}: engines over several GPUs come later; this "
-        "version runs with 1 of each"
-    )
-
-
-# Valid settings that this version does not carry out yet: `plan` notes them, `validate` and running refuse them.
-UNBUILT: tuple[Rule, ...] = (Rule("one_gpu", "target.parallel", _find_parallel, "set every parallel size to 1"),)

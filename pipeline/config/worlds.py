@@ -12,7 +12,6 @@ from typing import TYPE_CHECKING, Any
 from pipeline.config.backends import BACKENDS, OWN_SETTINGS, BackendRow
 from pipeline.config.case import Case
 from pipeline.config.compatibility import ALL_RULES
-from pipeline.config.notes import UNBUILT
 from pipeline.errors import TrtseekError
 
 if TYPE_CHECKING:
@@ -56,7 +55,7 @@ def _look(backend: str, config: Config, architecture: Architecture, tensors: Map
     moved = _move(config, backend, dropped)
     case = Case(config=moved, architecture=architecture, tensors=tensors)
     try:
-        reasons = tuple(problem for rule in (*ALL_RULES, *UNBUILT) if (problem := rule.find(case)))
+        reasons = tuple(problem for rule in ALL_RULES if (problem := rule.find(case)))
     except TrtseekError as error:  # sizes that no rank of its could have
         reasons = (error.message,)
     loses = [".".join(path) for path in dropped]

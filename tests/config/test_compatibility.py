@@ -9,9 +9,9 @@ from pipeline.checkpoint.folder import CheckpointFolder
 from pipeline.checkpoint.layouts import layout_for
 from pipeline.checkpoint.tensors import TensorInfo
 from pipeline.config.case import Case
-from pipeline.config.compatibility import check_buildable, check_compatibility
+from pipeline.config.compatibility import check_compatibility
 from pipeline.config.load import load_config
-from pipeline.config.notes import NOTES, UNBUILT
+from pipeline.config.notes import NOTES
 from pipeline.config.recipe_rules import RECIPE_RULES
 from pipeline.config.rules import RULES
 from pipeline.config.schema import Config
@@ -74,7 +74,7 @@ def make_case(settings=None, model=CODER, tensors=(), **changes):
 
 
 def find(name, case):
-    rules = {rule.name: rule for rule in (*RULES, *RECIPE_RULES, *NOTES, *UNBUILT)}
+    rules = {rule.name: rule for rule in (*RULES, *RECIPE_RULES, *NOTES)}
     return rules[name].find(case)
 
 
@@ -203,7 +203,7 @@ SETTINGS = [
         "by the plugin moe_all_to_all only",
     ),
     ("weights_come_later", {"stages.build.weights": "stripped"}, {}, "`trtseek refit` brings them"),
-    ("one_gpu", {"target.parallel": {"tensor": 2}}, {}, "come later"),
+    ("an_engine_each", {"target.parallel": {"tensor": 2}}, {}, "an engine for each of 2 GPUs"),
     (
         "made_blocks_save_memory",
         {"stages.quantize.method": "fp8_blocks"},
@@ -281,11 +281,11 @@ def test_models(rule, settings, broken, kept, message):
 
 def test_every_rule_has_a_test():
     tested = {row[0] for row in (*SETTINGS, *MODELS)} | {"backend_of_gpu", "smaller_groups", "fp8_saves_memory"}
-    assert tested == {rule.name for rule in (*RULES, *RECIPE_RULES, *NOTES, *UNBUILT)}
+    assert tested == {rule.name for rule in (*RULES, *RECIPE_RULES, *NOTES)}
 
 
 def test_every_rule_points_at_a_setting():
-    for rule in (*RULES, *RECIPE_RULES, *NOTES, *UNBUILT):
+    for rule in (*RULES, *RECIPE_RULES, *NOTES):
         section = Config
         for part in rule.key.split("."):
             section = section.model_fields[part].annotation if isinstance(section, type) else None
@@ -437,18 +437,10 @@ def test_limits_laid_over_the_base_bring_their_own_profile(tmp_path, batch, leng
     assert [(p.batch, p.length) for p in config.stages.build.profiles] == [(batch, length)]
 
 
-def test_several_gpus_are_valid_but_not_built():
-    case = make_case({"target.parallel": {"tensor": 2}})
-    notes = check_compatibility(case.config, case.architecture, {})
-    assert any("come later" in note for note in notes)
-    with pytest.raises(CompatibilityError, match=r"target\.parallel: .* come later"):
-        check_buildable(case.config, case.architecture, {})
-
-
 def test_fitting_cases_pass():
     for model in (CODER, V2_LITE):
         case = make_case(model=model)
-        assert isinstance(check_buildable(case.config, case.architecture, case.tensors), tuple)
+        assert isinstance(check_compatibility(case.config, case.architecture, case.tensors), tuple)
 
 
 def test_linears_are_not_listed_where_nothing_asks(monkeypatch):
@@ -465,4 +457,4 @@ def test_the_examples_fit_their_models(name, monkeypatch):
     monkeypatch.chdir(Path(__file__).parents[2])
     config = load_config(name)
     source = CheckpointFolder.open(config.model.path)
-    assert isinstance(check_buildable(config, source.architecture, source.tensors), tuple)
+    assert isinstance(check_compatibility(config, source.architecture, source.tensors), tuple)

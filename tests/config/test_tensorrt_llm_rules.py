@@ -3,7 +3,7 @@
 import pytest
 
 from pipeline.config.backends import LLMAPI_EXPORTS
-from pipeline.config.compatibility import check_buildable
+from pipeline.config.compatibility import check_compatibility
 from pipeline.config.gpus import supported_sms
 from pipeline.config.tensorrt_llm_build_rules import TENSORRT_LLM_BUILD_RULES
 from pipeline.config.tensorrt_llm_rules import TENSORRT_LLM_RULES
@@ -251,26 +251,26 @@ def test_what_is_loaded_is_exported(format):
 @pytest.mark.parametrize("backend", ["tensorrt_llm", "llmapi"])
 def test_several_gpus_are_this_backends_business(backend):
     case = make_case({**FP8, "target.backend": backend, "target.parallel": {"tensor": 2, "pipeline": 2}})
-    assert check_buildable(case.config, case.architecture, {}) == ()
+    assert check_compatibility(case.config, case.architecture, {}) == ()
 
 
 def test_a_head_may_be_on_several_ranks():
     case = make_case({**FP8, "target.parallel": {"tensor": 16}})  # of 8 key/value heads
-    assert check_buildable(case.config, case.architecture, {}) == ()
+    assert check_compatibility(case.config, case.architecture, {}) == ()
     case = make_case({**FP8, "target.parallel": {"tensor": 12}}, hidden_size=3072, num_attention_heads=24)
     with pytest.raises(CompatibilityError, match="8 key/value heads"):
-        check_buildable(case.config, case.architecture, {})
+        check_compatibility(case.config, case.architecture, {})
 
 
 def test_the_cache_of_these_engines_is_what_was_asked():
     """The note that a cache stays wide is trtseek's own network's."""
     case = make_case({**FP8, "stages.quantize.kv_cache": "fp8"})
-    assert check_buildable(case.config, case.architecture, {}) == ()
+    assert check_compatibility(case.config, case.architecture, {}) == ()
 
 
 def test_gpus():
     assert supported_sms("tensorrt_llm") == (80, 86, 89, 90, 100, 103, 120)
     assert supported_sms("llmapi") == (80, 86, 89, 90, 100, 103, 120, 121)
     case = make_case({**FP8, "target.gpu": "RTX-5090"})
-    (note,) = check_buildable(case.config, case.architecture, {})
+    (note,) = check_compatibility(case.config, case.architecture, {})
     assert "names no GPU of SM120" in note
