@@ -193,6 +193,12 @@ def test_plugins_are_proved_with_the_network_without_them(llama: CheckpointFolde
     assert prove(llama).native is None
 
 
+def test_experts_in_a_plugin_are_proved_too(latent: CheckpointFolder) -> None:
+    proof = prove(latent, lowering=Lowering(moe_experts="plugin"))
+    assert proof.native is not None and proof.native.plugins == ("moe_experts",)
+    assert max(proof.max_logit_error, proof.native.max_logit_error, proof.native.max_difference) < 1e-4
+
+
 def test_a_plugin_that_computes_something_else_is_seen(
     llama: CheckpointFolder, monkeypatch: pytest.MonkeyPatch
 ) -> None:

@@ -68,9 +68,11 @@ def test_logits_of_all_ranks_are_those_of_one(
         assert compare(ranks, model, parallel).max() < TOLERANCE
 
 
-def test_the_experts_may_be_a_plugin_too(ranks: Ranks, tmp_path: Path) -> None:
+@pytest.mark.parametrize("exchange", ["native", "plugin"])
+def test_the_experts_may_be_a_plugin_too(exchange: str, ranks: Ranks, tmp_path: Path) -> None:
+    """The native exchange sends each pair of a row and an expert by itself, the plugin a row with all its experts."""
     model = models.load(MODELS["v3"](tmp_path / "hf"))
-    both = Lowering(moe_all_to_all="plugin", moe_experts="plugin")
+    both = Lowering(moe_all_to_all=exchange, moe_experts="plugin")
     assert compare(ranks, model, TP2_EP2, lowering=both).max() < TOLERANCE
 
 
