@@ -134,7 +134,7 @@ def prove_network(
     ranks: RankNetworks | None = None,
 ) -> NetworkProof:
     """Runs both sides. `segments` says whether the network is taken whole, [(0, L)], or in slices; `ranks`: those of a
-    parallel model, which are taken whole."""
+    parallel model."""
     import torch
 
     with torch.inference_mode():
@@ -189,7 +189,7 @@ def prove_network(
     together = None
     if ranks is not None:
         progress.start(f"networks of {ranks.parallel.world} ranks", len(schedule.steps), "steps")
-        together = RanksProof(world=ranks.parallel.world, **compare(ranks.run(schedule)))
+        together = RanksProof(world=ranks.parallel.world, **compare(ranks.run(schedule, segments)))
     return NetworkProof(
         max_logit_error=worst[None] if compared else math.inf,
         layer_errors=[worst[layer] for layer in range(layers)],

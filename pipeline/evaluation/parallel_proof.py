@@ -1,23 +1,28 @@
-"""The networks of all ranks of a parallel model, run together as they are served: a process each."""
+"""The networks of all ranks of a parallel model, run together, a process each; slice by slice where they are large."""
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+import gc
+import itertools
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, replace
 from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING
 
 from pipeline.evaluation.forward import RESIDENT_BYTES, digest_network, read_program
+from pipeline.network import inputs as ports
 from pipeline.network.spec import NetworkSpec
-from pipeline.sharding import Parallel, Rank
+from pipeline.sharding import Parallel, Rank, layers
 
 if TYPE_CHECKING:
     import torch
 
     from pipeline.checkpoint.folder import CheckpointFolder
     from pipeline.evaluation.schedule import Schedule
-    from pipeline.runtime.runner import RankInterpreterRunner
+    from pipeline.runtime.runner import Inputs, InterpreterPools
+
+Slice = tuple[int, int]
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -28,30 +33,80 @@ class RankNetworks:
     spec: NetworkSpec
     parallel: Parallel
 
-    def run(self, schedule: Schedule) -> Iterator[torch.Tensor]:
-        """Logits [T, V] of each step in exact arithmetic, without the rounding of linears' inputs. Raises RunnerError
-        where a rank fails."""
+    def run(self, schedule: Schedule, segments: Sequence[Slice]) -> Iterator[torch.Tensor]:
+        """Logits [T, V] of each step in exact arithmetic, without the rounding of linears' inputs. No rank holds more
+        than its part of a segment. Raises RunnerError where a rank fails."""
         from pipeline.runtime.rank_group import RankGroup
 
-        arguments = {"checkpoint": str(self.checkpoint.path), "spec": self.spec.to_json()}
-        with RankGroup(self.parallel, f"{__name__}:make_runner", arguments) as group:
-            group.allocate(schedule.num_blocks)
-            for step in schedule.steps:
-                yield group.step({name: tensor.numpy() for name, tensor in step.inputs.items()})
+        slices = self._cut(segments)
+        arguments = {"checkpoint": str(self.checkpoint.path), "spec": self.spec.to_json(), "slices": slices}
+        with RankGroup(self.parallel, f"{__name__}:RankSlices", arguments) as group:
+            for _, last in slices:
+                group.allocate(schedule.num_blocks)
+                for step in schedule.steps:
+                    logits = group.step({name: tensor.numpy() for name, tensor in step.inputs.items()})
+                    if last == self.checkpoint.architecture.num_layers:
+                        yield logits
 
     def digests(self) -> tuple[str, ...]:
         """Of each rank's network."""
         digest = partial(digest_network, self.checkpoint, self.checkpoint.architecture)
         return tuple(digest(replace(self.spec, rank=rank)) for rank in self.parallel.ranks)
 
+    def _cut(self, segments: Sequence[Slice]) -> list[Slice]:
+        """The segments, each within one pipeline stage."""
+        stages = {layers(self.checkpoint.architecture, rank) for rank in self.parallel.ranks}
+        ends = sorted({end for each in (*segments, *stages) for end in each})
+        return list(itertools.pairwise(ends))
 
-def make_runner(rank: Rank, checkpoint: str, spec: str) -> RankInterpreterRunner:
-    """In the process of the rank."""
-    from pipeline.checkpoint.folder import CheckpointFolder
-    from pipeline.network.widening import widen_inputs
-    from pipeline.runtime.runner import RankInterpreterRunner
 
-    folder = CheckpointFolder.open(Path(checkpoint))
-    program = read_program(folder, folder.architecture, replace(NetworkSpec.from_json(spec), rank=rank))
-    resident = RESIDENT_BYTES // rank.parallel.world
-    return RankInterpreterRunner(widen_inputs(program), rank, mode="exact", resident_bytes=resident)
+class RankSlices:
+    """One rank, in its process: a runner (runtime.runner.RankRunner) whose `allocate` takes up the next slice, for
+    which all steps follow. Its logits are of no rows until the last slice."""
+
+    def __init__(self, rank: Rank, checkpoint: str, spec: str, slices: Sequence[Slice]) -> None:
+        from pipeline.checkpoint.folder import CheckpointFolder
+
+        self._folder = CheckpointFolder.open(Path(checkpoint))
+        self._rank, self._spec = rank, replace(NetworkSpec.from_json(spec), rank=rank)
+        self._slices, self._stage = iter(slices), layers(self._folder.architecture, rank)
+        self._last, self._step = 0, 0
+        self._runner: InterpreterPools | None = None
+        self._hidden: dict[int, torch.Tensor] = {}  # of each step, after the slice before
+
+    def allocate(self, blocks: int) -> None:
+        from pipeline.network.widening import widen_inputs
+        from pipeline.runtime.runner import InterpreterPools
+
+        self._runner = None
+        gc.collect()  # program and plan refer to each other
+        first, self._last = next(self._slices)
+        self._step = 0
+        if self._stage[0] <= first < self._stage[1]:
+            program = read_program(self._folder, self._folder.architecture, self._spec, (first, self._last))
+            resident = RESIDENT_BYTES // self._rank.parallel.world
+            self._runner = InterpreterPools(widen_inputs(program), mode="exact", resident_bytes=resident)
+            self._runner.allocate(blocks)
+
+    def step(self, inputs: Inputs) -> torch.Tensor:
+        import torch
+
+        from pipeline.interpreter.ranks import hand_on, take_hidden
+
+        step, rows = self._step, len(inputs[ports.SLOT_IDS.name])
+        self._step += 1
+        if self._runner is not None:
+            feeds = self._runner.feed(inputs)
+            if step in self._hidden:
+                feeds[ports.HIDDEN_STATES] = self._hidden[step]
+            wanted = [spec.name for spec in self._runner.interpreter.program.inputs]
+            outputs = self._runner.interpreter.run({name: feeds[name] for name in wanted})
+            if ports.LOGITS in outputs:
+                return outputs[ports.LOGITS]
+            self._hidden[step] = outputs[ports.HIDDEN_STATES_OUT]
+            if self._last == self._stage[1]:
+                hand_on(self._rank, self._hidden.pop(step))
+        elif self._last == self._stage[0]:
+            shape = rows, self._folder.architecture.hidden_size
+            self._hidden[step] = take_hidden(self._rank, shape, torch.float32)
+        return torch.empty(0)

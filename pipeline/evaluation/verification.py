@@ -38,7 +38,7 @@ SETTINGS = {"files": "stages.verify.heldout.files", "tasks": "stages.verify.task
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Verification:
     """`quality`: original and quantized, None where nothing was quantized. `rank_digests`: of each rank's network, of a
-    parallel model; their proof is left out where the network is `sliced`."""
+    parallel model."""
 
     gates: tuple[Gate, ...]
     network_digest: str
@@ -76,11 +76,6 @@ class Verification:
             f"network digest: {self.network_digest}",
             *(f"network digest of rank {rank}: {digest}" for rank, digest in enumerate(self.rank_digests)),
         ]
-        if self.rank_digests and proof.ranks is None:
-            lines.append(
-                f"ranks: NOT PROVED together: they are held whole, and this model has more than "
-                f"{WHOLE_NETWORK_LIMIT >> 30} GiB of fp32 weights"
-            )
         errors = None
         if self.quality:
             original, quantized = self.quality.quality
@@ -131,7 +126,7 @@ def verify(
         router_margin=settings.router_margin,
         segments=[(0, layers)] if whole else [(layer, layer + 1) for layer in range(layers)],
         progress=progress,
-        ranks=ranks if whole else None,
+        ranks=ranks,
     )
     gates = judge_proofs(settings.gates, conversion, network)
     quality = None

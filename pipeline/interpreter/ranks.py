@@ -38,15 +38,25 @@ class RankInterpreter:
         come from the stage before and go to the one after. Logits are in the outputs of the last stage, on each of its
         ranks."""
         own = {name: feeds[name] for name in self._wanted if name in feeds}
-        stride = self.rank.parallel.tensor
         if self._hidden is not None:
-            rows, dtype = len(feeds[SLOT_IDS.name]), self.interpreter.numerics.held(self._hidden.dtype)
-            own[HIDDEN_STATES] = torch.empty(rows, self._hidden.shape[1], dtype=dtype)
-            dist.recv(_bytes(own[HIDDEN_STATES]), self.rank.index - stride)
+            shape = len(feeds[SLOT_IDS.name]), self._hidden.shape[1]
+            own[HIDDEN_STATES] = take_hidden(self.rank, shape, self.interpreter.numerics.held(self._hidden.dtype))
         outputs = self.interpreter.run(own, taps=taps)
         if HIDDEN_STATES_OUT in outputs:
-            dist.send(_bytes(outputs[HIDDEN_STATES_OUT].contiguous()), self.rank.index + stride)
+            hand_on(self.rank, outputs[HIDDEN_STATES_OUT])
         return outputs
+
+
+def hand_on(rank: Rank, hidden: torch.Tensor) -> None:
+    """Sends hidden states [T, H] to the same tensor rank of the next pipeline stage, which is taking them."""
+    dist.send(_bytes(hidden.contiguous()), rank.index + rank.parallel.tensor)
+
+
+def take_hidden(rank: Rank, shape: tuple[int, int], dtype: torch.dtype) -> torch.Tensor:
+    """Hidden states [T, H] that the stage before hands on."""
+    hidden = torch.empty(shape, dtype=dtype)
+    dist.recv(_bytes(hidden), rank.index - rank.parallel.tensor)
+    return hidden
 
 
 def _bytes(tensor: torch.Tensor) -> torch.Tensor:
