@@ -14,7 +14,7 @@ from pipeline.quantization.selection import GroupSize, Override
 Method = Literal[
     "awq", "awq_fp8", "gptq", "awq_gptq", "rtn", "rtn_clip", "fp8", "fp8_blocks", "int8", "smoothquant", "none"
 ]
-Format = Literal["int4", "fp8", "fp8_blocks", "int8", "int8_sq"]
+Format = Literal["int4", "int4_fp8", "fp8", "fp8_blocks", "int8", "int8_sq"]
 
 
 class RecipeRow(Section):

@@ -57,7 +57,7 @@ def test_several_gpus_share_the_model(workplace, toy_stages, invoke):
     assert half["fits"] and half["largest"][0]["batch"] > whole["largest"][0]["batch"]
     text = invoke("plan", "small", "--set", "target.parallel.tensor=2").stdout
     assert "memory of each of 2 RTX-4090 (tensor 2)" in text
-    assert "engines over several GPUs come later" in text
+    assert "an engine for each of 2 GPUs" in text
 
 
 def test_what_a_run_takes_of_this_host(workplace, toy_stages, invoke):

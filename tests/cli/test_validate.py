@@ -51,7 +51,7 @@ def test_is_quick(workplace, cpu_seconds):
         ("stages.verify.heldout.files=[latin.txt]", ConfigError, r"heldout.files: latin.txt is not UTF-8"),
         ("stages.verify.tasks=[text.txt]", ConfigError, r"text.txt:1 is not JSON"),
         ("stages.quantize.sensitivity.file=none", ConfigError, r"sensitivity.file: none: there is no such file"),
-        ("target.parallel.tensor=2", CompatibilityError, r"target.parallel: .*come later"),
+        ("target.parallel.tensor=3", CompatibilityError, r"target.parallel: tensor parallel size 3 does not divide"),
         ("model.path=modle", CheckpointError, r"model.path: modle: there is no such folder"),
         ("model.path=model/config.json", CheckpointError, r"model/config.json is a file; the model is the folder"),
     ],
