@@ -6,6 +6,7 @@ import json
 import os
 import shutil
 import subprocess
+import sys
 from pathlib import Path
 
 import pytest
@@ -26,8 +27,8 @@ def job(tmp_path, monkeypatch):
 
 
 def test_the_script_is_clean():
-    shellcheck = shutil.which("shellcheck") or str(REPOSITORY / ".venv/bin/shellcheck")
-    done = subprocess.run([shellcheck, str(SCRIPT)], capture_output=True, text=True, check=False)
+    shellcheck = Path(sys.executable).with_name("shellcheck")
+    done = subprocess.run([str(shellcheck), str(SCRIPT)], capture_output=True, text=True, check=False)
     assert done.returncode == 0, done.stdout
 
 
