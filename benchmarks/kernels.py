@@ -15,7 +15,6 @@ from __future__ import annotations
 import argparse
 import json
 import sys
-import time
 from collections.abc import Callable, Sequence
 from datetime import UTC, datetime
 from pathlib import Path
@@ -24,6 +23,7 @@ from typing import Any
 import torch
 
 from benchmarks import expert_inputs
+from benchmarks.ceilings import measure_copies, measure_products, time_run
 from benchmarks.loopback import clear_unwritten, count_rows, draw_tokens, keep_local, leave_out, loop_back
 from pipeline.errors import TrtseekError
 from plugins.carried import compile_carried
@@ -43,7 +43,6 @@ STEPS: dict[str, list[tuple[int, int]]] = {
 }
 # Largest difference from the fp32 reference, of values of about 1: a rounding to the type, and of probabilities.
 BOUNDS = {"float16": 4e-3, "bfloat16": 3e-2, "float32": 1e-4}
-COPY_BYTES, REPEATS = 1 << 30, 20
 Start = Callable[[Operation, list[torch.Tensor], list[torch.Tensor]], None]
 
 
@@ -161,31 +160,6 @@ def count_bytes(operation: Operation, inputs: list[torch.Tensor], spans: Sequenc
             total += tensor.numel() * tensor.element_size()
     results = [o for o in make_outputs(operation, inputs) if not any(o is tensor for tensor in inputs)]
     return total + sum(result.numel() * result.element_size() for result in results)
-
-
-def time_run(run: Callable[[], object]) -> float:
-    """Seconds of one run on the current stream, the smallest of many."""
-    times = []
-    for _ in range(REPEATS + 3):
-        torch.cuda.synchronize()
-        begin = time.perf_counter()
-        run()
-        torch.cuda.synchronize()
-        times.append(time.perf_counter() - begin)
-    return min(times[3:])
-
-
-def measure_copies() -> float:
-    """Bytes read and written per second by the largest copies: the ceiling that kernels are held against."""
-    source, target = (torch.empty(COPY_BYTES, dtype=torch.uint8, device="cuda") for _ in range(2))
-    return 2 * COPY_BYTES / time_run(lambda: target.copy_(source))
-
-
-def measure_products() -> float:
-    """16-bit multiplications and additions per second in torch's largest product."""
-    size = 8192
-    a, b = (torch.randn(size, size, dtype=torch.bfloat16, device="cuda") for _ in range(2))
-    return 2 * size**3 / time_run(lambda: a @ b)
 
 
 def record(kernels: Sequence[Kernel], sm: int, device: str, table: Path = TABLE) -> None:
