@@ -32,10 +32,10 @@ def undo_linear(row: Mapping[str, Any], parts: Parts, sm: int) -> Parts:
 
 
 def _undo_awq(parts: Parts, sm: int) -> Parts:
-    """Byte [i, j]: low nibble row 2i, high nibble row 2i + 1, two's complement."""
-    packed = parts["weight"].to(torch.int16)
-    rows = torch.stack([_sign(packed & 15), _sign(packed >> 4 & 15)], dim=1).flatten(0, 1)
-    return {**parts, "weight": rows}
+    """Byte [i, j]: low nibble row 2i, high nibble row 2i + 1, two's complement. Loading casts the scales to the model's
+    type, which that of the input has."""
+    scales = parts["weights_scaling_factor"].to(parts["prequant_scaling_factor"].dtype).float()
+    return {**parts, "weight": _unpack(parts["weight"]), "weights_scaling_factor": scales}
 
 
 def _undo_w4a8(parts: Parts, sm: int) -> Parts:
@@ -45,7 +45,8 @@ def _undo_w4a8(parts: Parts, sm: int) -> Parts:
         parts[kind] for kind in ("weights_scaling_factor_2", "activation_scaling_factor", "prequant_scaling_factor")
     )
     return {
-        **_undo_awq(parts, sm),
+        **parts,
+        "weight": _unpack(parts["weight"]),
         "weights_scaling_factor": (parts["weights_scaling_factor"] / second).to(torch.float16).float() * second,
         "prequant_scaling_factor": ((prescale / step.to(prescale.dtype)).float() * step).to(prescale.dtype),
     }
@@ -93,6 +94,11 @@ def undo_processed(stored: torch.Tensor, columns: int, rows: int, bits: int, sm:
     blocks = torch.arange(columns).reshape(-1, len(INPUTS[bits]))
     weight[:, blocks[:, INPUTS[bits]].reshape(-1)] = by_input
     return weight
+
+
+def _unpack(packed: torch.Tensor) -> torch.Tensor:
+    wide = packed.to(torch.int16)
+    return torch.stack([_sign(wide & 15), _sign(wide >> 4 & 15)], dim=1).flatten(0, 1)
 
 
 def _sign(nibbles: torch.Tensor) -> torch.Tensor:
