@@ -84,6 +84,8 @@ class ForeignFolder:
                 linears = [self.linears[name] for name in mapping.sources if name in self.linears]
                 whole = len(linears) == len(mapping.sources)
                 found[mapping.target] = hold(linears, dtype) if whole else "is quantized in part only"
+                for name in (name for linear in linears for name in linear.tensors):
+                    self.folder.release(name)  # their scales were read; resident pages would add up
         level_stacks(mappings, found, self.linears)
         self.held = {name: each for name, each in found.items() if isinstance(each, Held)}
         self.wide_inputs = sum(

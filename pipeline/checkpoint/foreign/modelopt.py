@@ -39,7 +39,9 @@ def read_modelopt(settings: Settings, headers: Headers, base: str) -> ForeignLin
     prescale = None
     if kind == INT4:
         half, columns = headers.matrix(base, "weight", ("U8",))
-        rows, count = 2 * half, columns // settings.group_size(base, columns, 128)
+        # Without a file of its own it does not say; then the scales' number does.
+        stated = columns // headers.matrix(base, "weight_scale", FLOAT_TYPES)[1]
+        rows, count = 2 * half, columns // settings.group_size(base, columns, stated)
         allowed: tuple[tuple[int, ...], ...] = ((rows, count),)
     else:
         rows, columns = headers.matrix(base, "weight", ({FP8: "F8_E4M3", SMOOTH: "I8"}[kind],))

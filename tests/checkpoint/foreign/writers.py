@@ -185,7 +185,8 @@ def modelopt(
     quantization: dict[str, Any] = {"quant_algo": algo, "kv_cache_quant_algo": None, "exclude_modules": ["lm_head"]}
     if algo == "W4A16_AWQ":
         quantization |= {"group_size": 64, "has_zero_point": False, "pre_quant_scale": True}
-    rewrite(hub, path, {"quant_method": "modelopt", **quantization}, encode)
+    stated = {key: value for key, value in quantization.items() if own_file or key in ("quant_algo", "exclude_modules")}
+    rewrite(hub, path, {"quant_method": "modelopt", **stated}, encode)
     if own_file:
         text = json.dumps({"producer": {"name": "modelopt", "version": "0.47.0"}, "quantization": quantization})
         (path / "hf_quant_config.json").write_text(text)
