@@ -34,7 +34,8 @@ SIZES: dict[str, Any] = {
 }
 METHODS = ("plain", "fp8", "awq", "w4a8", "smoothquant")
 GROUP = 128  # modelopt's
-HALF = 0.51  # of a step; a scale of the input is stored in 16 bits
+# Of a step; a number of n steps is off by as many times what 16 bits make of a scale of the input.
+HALF, PER_STEP = 0.501, 2.0**-10
 HEADERS = (
     "compared",
     "trtseek",
@@ -101,13 +102,17 @@ def count_misread(joined: JoinedRanks, plain: CheckpointFolder, base: str) -> in
     scale = parts["weights_scaling_factor"]
     if stored.shape != wanted.shape:  # INT4 in pairs of rows
         nibbles = torch.stack([stored << 4 >> 4, stored >> 4], dim=1).flatten(0, 1)
-        steps = (wanted / scale.repeat_interleave(GROUP, dim=1) - nibbles.float()).abs()
+        steps = _beyond(wanted / scale.repeat_interleave(GROUP, dim=1), nibbles)
     elif stored.dtype == torch.int8:
-        steps = (wanted / scale[:, None] - stored.float()).abs()
+        steps = _beyond(wanted / scale[:, None], stored)
     else:  # E4M3: 3 bits of fraction, and below 2^-6 steps of 2^-9
         exact = wanted / scale
         steps = (exact - stored.float()).abs() / exact.abs().clamp(min=2.0**-6).log2().floor().sub(3).exp2()
     return int((steps > HALF).sum())
+
+
+def _beyond(exact: torch.Tensor, stored: torch.Tensor) -> torch.Tensor:
+    return (exact - stored.float()).abs() - exact.abs() * PER_STEP
 
 
 def _read_tables(folder: Path, size: int) -> dict[tuple[int, str], tuple[str, list[int]]]:
