@@ -54,6 +54,15 @@ def _note_cache_scales(case: Case) -> str | None:
     )
 
 
+def _note_unscaled_cache(case: Case) -> str | None:
+    if case.quantize.kv_cache == "none" or case.config.target.backend != "llmapi":
+        return None
+    return (
+        f"the PyTorch backend is told to keep its KV cache in {case.quantize.kv_cache}, without the scales that are "
+        "calibrated: the checkpoint has no place for them, and verify has not measured what that costs"
+    )
+
+
 def _note_stripped(case: Case) -> str | None:
     if case.build.weights != "stripped":
         return None
@@ -118,6 +127,7 @@ NOTES: tuple[Rule, ...] = (
     Rule("fp8_saves_memory", "stages.convert.dtype", _note_fp8_blocks, ""),
     Rule("made_blocks_save_memory", "stages.quantize.method", _note_made_blocks, ""),
     Rule("cache_stays_wide", "stages.quantize.kv_cache", _note_cache_scales, ""),
+    Rule("cache_is_unscaled", "stages.quantize.kv_cache", _note_unscaled_cache, ""),
     Rule("plugins_are_new", "stages.build.lowering", _note_plugins, ""),
     Rule("no_experts", "stages.build.lowering.moe_experts", _note_no_experts, ""),
     Rule("nothing_to_exchange", "stages.build.lowering.moe_all_to_all", _note_lone_exchange, ""),

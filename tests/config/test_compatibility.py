@@ -217,6 +217,12 @@ SETTINGS = [
         "kv_cache: fp8 with method: none",
     ),
     ("cache_stays_wide", {"stages.quantize.kv_cache": "int8"}, {}, "stays in bfloat16"),
+    (
+        "cache_is_unscaled",
+        {"target.gpu": "H100", "target.backend": "llmapi", "stages.quantize.kv_cache": "fp8"},
+        {"target.gpu": "H100", "target.backend": "tensorrt_llm", "stages.quantize.kv_cache": "fp8"},
+        "without the scales that are calibrated",
+    ),
 ]
 
 
