@@ -91,7 +91,7 @@ def check_limits(description: EngineDescription) -> None:
 def load_subject(runner: Runner, description: EngineDescription, checkpoint: Path) -> Subject:
     """With the interpreter's runners beside it, over the network that was built."""
     from pipeline.checkpoint.folder import CheckpointFolder
-    from pipeline.triton.backend.loading import rebuild_program
+    from pipeline.triton.backend.ranks import rebuild_program
 
     source = CheckpointFolder.open(checkpoint)
     program = rebuild_program(source, description.spec, description.network_digest)

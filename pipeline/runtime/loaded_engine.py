@@ -5,6 +5,7 @@ The module (`tensorrt_rtx` or `tensorrt`) is a parameter: nothing here imports i
 
 from __future__ import annotations
 
+import ctypes
 import mmap
 from collections import deque
 from collections.abc import Mapping
@@ -27,17 +28,25 @@ REBUILD = "build the engine again, with the TensorRT and for the GPU that will s
 
 class LoadedEngine:
     """description: what stands beside the engine file. weights_fraction: of the weights that can stay in host memory,
-    how much goes to the GPU; below 1 only for engines built with weight streaming.
+    how much goes to the GPU; below 1 only for engines built with weight streaming. communicator: NCCL's, as an address,
+    of the ranks that the engine exchanges with.
 
     Raises CompatibilityError, with the reason, for an engine that this GPU, this TensorRT or this much memory cannot
     run.
     """
 
     def __init__(
-        self, path: Path, description: EngineDescription, trt: Any, device: Device, *, weights_fraction: float = 1.0
+        self,
+        path: Path,
+        description: EngineDescription,
+        trt: Any,
+        device: Device,
+        *,
+        weights_fraction: float = 1.0,
+        communicator: int | None = None,
     ) -> None:
         self.description, self.device = description, device
-        self._trt = trt
+        self._trt, self._communicator = trt, communicator
         self._messages: deque[str] = deque(maxlen=8)
         self._logger = _make_logger(trt, self._messages)
         self._check(weights_fraction)
@@ -61,6 +70,9 @@ class LoadedEngine:
         if context is None:
             raise CompatibilityError(self._say(f"TensorRT makes no execution context for profile {profile}"))
         context.set_device_memory(self.workspace.data_ptr(), self.workspace.numel())
+        # Waits until every rank has come: all make the same contexts, in the same order.
+        if self._communicator is not None and not context.set_communicator(_make_capsule(self._communicator)):
+            raise RunnerError(self._say("TensorRT takes no communicator"))
         if not context.set_optimization_profile_async(profile, self.device.stream):
             raise RunnerError(self._say(f"TensorRT refuses profile {profile}"))
         return EngineContext(context, self)
@@ -73,10 +85,13 @@ class LoadedEngine:
 
     @property
     def capturable(self) -> bool:
-        """Whether a CUDA graph can hold its steps: not where a plugin has the host read what it counted."""
+        """Whether a CUDA graph can hold its steps: not where a plugin has the host read what it counted. Those of several
+        ranks would have to be captured together, which nobody has tried."""
         from plugins.registry import find_class
 
-        return not any(find_class(plugin.operation).EXCHANGES for plugin in self.description.plugins)
+        return self._communicator is None and not any(
+            find_class(plugin.operation).EXCHANGES for plugin in self.description.plugins
+        )
 
     def refuse(self, problem: str) -> RunnerError:
         return RunnerError(self._say(problem))
@@ -195,6 +210,13 @@ class EngineContext:
     def enqueue(self) -> None:
         if not self._context.execute_async_v3(self._engine.device.stream):
             raise self._engine.refuse("TensorRT failed to run a step")
+
+
+def _make_capsule(address: int) -> Any:
+    """A pointer, as TensorRT's bindings take one."""
+    new = ctypes.pythonapi.PyCapsule_New
+    new.restype, new.argtypes = ctypes.py_object, (ctypes.c_void_p, ctypes.c_char_p, ctypes.c_void_p)
+    return new(address, None, None)
 
 
 def _make_logger(trt: Any, messages: deque[str]) -> Any:

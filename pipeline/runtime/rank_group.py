@@ -87,6 +87,11 @@ class RankGroup:
     def allocate(self, blocks: int) -> None:
         self._call("allocate", blocks)
 
+    def count_blocks(self, fraction: float) -> int:
+        """Of engines: blocks that fit on every rank (EngineRunner.count_blocks)."""
+        counts: list[int] = self._call("count_blocks", fraction)
+        return min(counts)
+
     def step(self, inputs: Inputs) -> torch.Tensor:
         answers: list[torch.Tensor | None] = self._call("step", inputs)
         logits = answers[next(rank.index for rank in self.parallel.ranks if speaks(rank))]

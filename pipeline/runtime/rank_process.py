@@ -77,8 +77,7 @@ def _serve(connection: Connection, job: Job, rank: Rank) -> None:
         while True:
             name, arguments = take(connection)
             result = getattr(runner, name)(*arguments)
-            wanted = name == "read_blocks" or (name == "step" and speaks(rank))
-            put(connection, (None, result if wanted else None))
+            put(connection, (None, result if name != "step" or speaks(rank) else None))
     except (EOFError, BrokenPipeError):
         raise
     except Exception as error:

@@ -224,6 +224,16 @@ class ExecutionContext:
         self.addresses: dict[str, int] = {}
         self.shapes: dict[str, tuple[int, ...]] = {}
         self.runs = 0
+        self.communicator: int | None = None
+
+    def set_communicator(self, capsule: Any) -> bool:
+        if "set_communicator" in self.engine.module.broken:
+            self.engine.logger.log(tensorrt_rtx.ILogger.Severity.ERROR, "NCCL is not found")
+            return False
+        read = ctypes.pythonapi.PyCapsule_GetPointer
+        read.restype, read.argtypes = ctypes.c_void_p, (ctypes.py_object, ctypes.c_char_p)
+        self.communicator = read(capsule, None)
+        return True
 
     def set_device_memory(self, address: int, nbytes: int) -> None:
         assert nbytes >= self.engine.device_memory_size_v2

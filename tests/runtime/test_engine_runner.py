@@ -213,6 +213,28 @@ def test_an_engine_whose_plugins_exchange_rows_is_never_captured(llama: Engine, 
         assert {context.config.cuda_graph_strategy for context in contexts} == {tensorrt_rtx.CudaGraphStrategy.DISABLED}
 
 
+@pytest.mark.parametrize("rtx", [True, False], ids=["rtx", "tensorrt"])
+def test_every_context_of_a_rank_has_the_communicator(llama: Engine, rtx: bool) -> None:
+    """And none is captured: its ranks would have to be together."""
+    runner = llama.load(rtx=rtx, communicator=4711)
+    runner.allocate(BLOCKS)
+    for _ in range(2):
+        runner.step(plan([([5], 3, [1])]))
+    contexts = module_of(runner).contexts
+    assert contexts and {context.communicator for context in contexts} == {4711}
+    assert runner.device.captures == 0
+    alone = llama.load(rtx=rtx)
+    alone.allocate(BLOCKS)
+    assert {context.communicator for context in module_of(alone).contexts} <= {None}
+
+
+def test_a_communicator_that_tensorrt_does_not_take(llama: Engine) -> None:
+    runner = llama.load(communicator=4711)
+    module_of(runner).broken.add("set_communicator")
+    with pytest.raises(RunnerError, match="takes no communicator: NCCL is not found"):
+        runner.allocate(BLOCKS)
+
+
 def test_graphs_can_be_left_out(llama: Engine) -> None:
     device = HostDevice()
     runner = llama.load(device, rtx=False, graphs=False)

@@ -6,26 +6,25 @@ interpreter; its digest must be the one that was proved and built.
 
 from __future__ import annotations
 
-import json
 import math
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, cast
 
-from pipeline.engine.description import DESCRIPTION, EngineDescription, load_description
+from pipeline.engine.description import EngineDescription
 from pipeline.engine.tensorrt import list_device_sms
-from pipeline.errors import CompatibilityError, PackageError, TrtseekError
+from pipeline.errors import CompatibilityError, PackageError
 from pipeline.runtime.limits import Limits
+from pipeline.triton.backend import ranks
+from pipeline.triton.backend.belonging import check_model, describe
 
 if TYPE_CHECKING:
     from pipeline.checkpoint.architecture import Architecture
-    from pipeline.checkpoint.folder import CheckpointFolder
     from pipeline.engine.limits import BuildLimits
-    from pipeline.network.program import Program
     from pipeline.network.spec import NetworkSpec
-    from pipeline.runtime.runner import RankInterpreterRunner, Runner
-    from pipeline.sharding import Rank
+    from pipeline.runtime.engine_runner import EngineRunner
+    from pipeline.runtime.runner import Runner
 
 RUNNERS = ("auto", "engine", "interpreter")
 # Of the host's free memory, what the interpreter's pools may take: the page cache that holds the weights needs room.
@@ -61,31 +60,6 @@ def load_model(folder: Path, parameters: Mapping[str, str]) -> Loaded:
     return _load_interpreter(folder, parameters)
 
 
-def check_model(folder: Path, parameters: Mapping[str, str]) -> list[str]:
-    """What is wrong with the model's files, as far as their descriptions and sizes tell; nothing large is read."""
-    problems: list[str] = []
-    proved, found = parameters["network_digest"], {}
-    if (network := _read_json(folder / parameters["network_path"], problems)) is not None:
-        found["network.json"] = network.get("digest")
-    try:
-        engine = _describe(folder, parameters)
-    except PackageError as error:
-        problems.append(error.message)
-    else:
-        found[DESCRIPTION] = engine.network_digest
-        if engine.set_digest != parameters["engine_digest"]:
-            problems.append(f"{DESCRIPTION} is of engine {engine.set_digest}, not {parameters['engine_digest']}")
-        for rank in engine.all_ranks:
-            _check_file(folder / parameters["gpt_model_path"] / rank.file, rank.nbytes, problems)
-        checkpoint = folder / parameters["checkpoint_path"]
-        for name in engine.sources:
-            _check_file(checkpoint / name, None, problems)
-    for name, digest in found.items():
-        if digest != proved:
-            problems.append(f"{name} is of network {digest}, the repository of {proved}")
-    return problems
-
-
 def pick_runner(wanted: str) -> str:
     """ "engine" or "interpreter": where there is a GPU, `auto` is the engine, never quietly the interpreter. The driver
     is asked, not torch, whose CPU build sees no GPU: then the engine's runner says so."""
@@ -96,47 +70,32 @@ def pick_runner(wanted: str) -> str:
     return "engine" if list_device_sms() else "interpreter"
 
 
-def rebuild_program(checkpoint: CheckpointFolder, spec: NetworkSpec, digest: str) -> Program:
-    """The network, written again and read back. Raises PackageError where it is not the one of that digest."""
-    import tensorrt_rtx as trt
-
-    from pipeline.network.network import build_network
-    from pipeline.network.readback import read_network
-
-    network = trt.Builder(trt.Logger(trt.Logger.ERROR)).create_network(0)
-    program = read_network(build_network(trt, network, spec, checkpoint.architecture, checkpoint))
-    if (found := program.digest()) != digest:
-        raise PackageError(
-            f"the network of {checkpoint.path} is {found}, and the one that was proved is {digest}",
-            hint="it was packaged by another version of trtseek, or its checkpoint was changed: package it again",
-        )
-    return program
-
-
 def _load_engine(folder: Path, parameters: Mapping[str, str]) -> Loaded:
     from pipeline.checkpoint.folder import CheckpointFolder
-    from pipeline.digest import digest_file
-    from pipeline.runtime.engine_runner import EngineRunner
+    from pipeline.runtime.rank_group import RankGroup
 
-    description = _describe(folder, parameters)
-    if description.ranks:
-        raise CompatibilityError(
-            f"engines of {len(description.all_ranks)} ranks are not run on GPUs by this version",
-            hint="set stages.package.runner: interpreter to serve on the CPU, or build for one GPU",
-        )
-    engine = (folder / parameters["gpt_model_path"] / description.file).resolve()
-    if (found := digest_file(engine)) != description.digest:
-        raise PackageError(
-            f"{engine} is {found}, {DESCRIPTION} says {description.digest}", hint="copy the package again"
-        )
+    description = describe(folder, parameters)
+    engine = (folder / parameters["gpt_model_path"]).resolve()
     architecture = CheckpointFolder.open((folder / parameters["checkpoint_path"]).resolve()).architecture
     # The name is TensorRT-LLM's, and so is its meaning: a share from 0 to 1.
     weights = float(parameters.get("gpu_weights_percent", "1"))
-    runner = EngineRunner(engine, description, weights_fraction=weights)
+    runner: EngineRunner | RankGroup
+    close: Callable[[], object] = lambda: None  # noqa: E731
+    if description.ranks:
+        parallel = description.spec.rank.parallel
+        if parallel.pipeline > 1:
+            raise CompatibilityError(
+                f"engines of {parallel.pipeline} pipeline stages are not run on GPUs by this version",
+                hint="build with target.parallel.pipeline: 1, or serve on the CPU: stages.package.runner: interpreter",
+            )
+        runner = RankGroup(parallel, f"{ranks.__name__}:load_rank_engine", {"engine": str(engine), "weights": weights})
+        close = runner.close
+    else:
+        runner = ranks.run_engine(engine, description, weights_fraction=weights)
     fraction = float(parameters.get("kv_cache_free_gpu_mem_fraction", "0.9"))
     blocks = min(runner.count_blocks(fraction), _count_wanted(description, parameters))
     limits = Limits.of_engine(description.limits, blocks)
-    return Loaded(runner=runner, limits=limits, vocab_size=architecture.vocab_size, kind="engine")
+    return Loaded(runner=runner, limits=limits, vocab_size=architecture.vocab_size, kind="engine", close=close)
 
 
 def _load_interpreter(folder: Path, parameters: Mapping[str, str]) -> Loaded:
@@ -144,15 +103,15 @@ def _load_interpreter(folder: Path, parameters: Mapping[str, str]) -> Loaded:
     from pipeline.runtime.rank_group import RankGroup
     from pipeline.runtime.runner import InterpreterRunner
 
-    description, mode = _describe(folder, parameters), parameters.get("interpreter_mode", "fast")
+    description, mode = describe(folder, parameters), parameters.get("interpreter_mode", "fast")
     checkpoint = CheckpointFolder.open((folder / parameters["checkpoint_path"]).resolve())
     runner: InterpreterRunner | RankGroup
     if description.ranks:
         places = {"engine": str((folder / parameters["gpt_model_path"]).resolve()), "checkpoint": str(checkpoint.path)}
         parallel = description.spec.rank.parallel
-        runner = RankGroup(parallel, f"{__name__}:load_rank", {**places, "mode": mode})
+        runner = RankGroup(parallel, f"{ranks.__name__}:load_rank", {**places, "mode": mode})
     else:
-        program = rebuild_program(checkpoint, description.spec, parameters["network_digest"])
+        program = ranks.rebuild_program(checkpoint, description.spec, parameters["network_digest"])
         runner = InterpreterRunner(program, mode=cast("Any", mode))
     loaded = serve_on_host(
         runner,
@@ -163,17 +122,6 @@ def _load_interpreter(folder: Path, parameters: Mapping[str, str]) -> Loaded:
         blocks=_count_wanted(description, parameters),
     )
     return replace(loaded, close=runner.close) if isinstance(runner, RankGroup) else loaded
-
-
-def load_rank(rank: Rank, *, engine: str, checkpoint: str, mode: Any) -> RankInterpreterRunner:
-    """In the process of the rank: its network, written again and run by the interpreter."""
-    from pipeline.checkpoint.folder import CheckpointFolder
-    from pipeline.engine.rank_engines import name_rank
-    from pipeline.runtime.runner import RankInterpreterRunner
-
-    description = load_description(Path(engine) / name_rank(rank.index))
-    program = rebuild_program(CheckpointFolder.open(Path(checkpoint)), description.spec, description.network_digest)
-    return RankInterpreterRunner(program, rank, mode=mode)
 
 
 def serve_on_host(
@@ -187,11 +135,12 @@ def serve_on_host(
 ) -> Loaded:
     """An interpreter's runner, with as many of the KV `blocks` as memory has room for, over the networks of all ranks.
     Raises CompatibilityError where not even one sequence has."""
+    from pipeline.interpreter.numerics import Numerics
     from pipeline.network import inputs
 
-    held = 4 if mode == "exact" else None
+    held = Numerics(cast("Any", mode)).held
     block_bytes = sum(
-        math.prod(port.resolve({"NB": 1})) * (held or {"float32": 4}.get(port.dtype, 2))
+        math.prod(port.resolve({"NB": 1})) * held(port.dtype).itemsize
         for spec in specs
         for port in inputs.pools(architecture, spec)
     )
@@ -222,34 +171,8 @@ def free_memory() -> int:
     raise CompatibilityError("/proc/meminfo does not say how much memory is free")
 
 
-def _describe(folder: Path, parameters: Mapping[str, str]) -> EngineDescription:
-    try:
-        return load_description(folder / parameters["gpt_model_path"] / DESCRIPTION)
-    except TrtseekError as error:
-        raise PackageError(error.message, hint="package the engine again") from None
-
-
 def _count_wanted(description: EngineDescription, parameters: Mapping[str, str]) -> int:
     tokens = parameters.get("max_tokens_in_paged_kv_cache")
     if tokens is None:
         return description.limits.max_blocks
     return 1 + int(tokens) // description.limits.block_size  # block 0 holds no token
-
-
-def _read_json(path: Path, problems: list[str]) -> dict[str, Any] | None:
-    try:
-        document = json.loads(path.read_text(encoding="utf-8"))
-    except (OSError, ValueError) as error:
-        problems.append(f"{path.name}: {error}")
-        return None
-    if isinstance(document, dict):
-        return document
-    problems.append(f"{path.name} does not hold an object")
-    return None
-
-
-def _check_file(path: Path, nbytes: int | None, problems: list[str]) -> None:
-    if not path.is_file():
-        problems.append(f"{path.name} is missing")
-    elif nbytes is not None and path.stat().st_size != nbytes:
-        problems.append(f"{path.name} has {path.stat().st_size} bytes, {DESCRIPTION} says {nbytes}")
