@@ -85,7 +85,8 @@ class _Run:
                 f"stages.quantize.unrouted_experts: {settings.unrouted_experts} is no policy",
                 hint=f"policies: {', '.join(UNROUTED)}",
             )
-        self.dtype = model_dtype(read_own_key(source, hint="quantize starts from what convert wrote")["dtype"])
+        hint = "quantize starts from what convert wrote of 16-bit weights; else set stages.quantize.method: none"
+        self.dtype = model_dtype(read_own_key(source, hint=hint)["dtype"])
         self.selection = choose_linears(layout_for(source.architecture).mappings(), source.tensors, settings.rules)
         self.calibration = Calibration(
             source,

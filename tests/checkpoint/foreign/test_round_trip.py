@@ -8,8 +8,12 @@ import pytest
 import torch
 
 from pipeline.checkpoint.folder import CheckpointFolder
+from pipeline.config.schema import Quantize
+from pipeline.errors import CheckpointError
 from pipeline.evaluation.subject import open_subject
 from pipeline.exports.formats import export_checkpoint
+from pipeline.quantization.quantize import quantize_checkpoint
+from pipeline.workspace import FolderWorkspace
 from tests.checkpoint.foreign.cases import write
 from tests.checkpoint.foreign.test_convert import convert
 
@@ -36,6 +40,16 @@ def test_an_export_of_it_comes_back_byte_for_byte(name: str, format: str, tmp_pa
     again, report = convert(tmp_path / "exported", tmp_path / "again")
     assert report.foreign is not None and report.foreign["widened"] == {}
     assert_same_tensors(engine, again)
+
+
+def test_the_quantize_stage_does_not_round_it_again(tmp_path: Path) -> None:
+    engine, _ = convert(write("awq", tmp_path), tmp_path / "engine")
+    settings = Quantize(method="rtn", kv_cache="none")
+    workspace = FolderWorkspace(tmp_path / "twice", journal=tmp_path / "journal")
+    with pytest.raises(CheckpointError, match="is quantized already") as caught:
+        quantize_checkpoint(engine, workspace, settings=settings)
+    assert "stages.quantize.method: none" in caught.value.hint
+    assert not list((tmp_path / "twice").glob("*"))
 
 
 @pytest.mark.parametrize("name", ["awq", "gptq-act-order", "modelopt-fp8", "compressed-fp8-dynamic"])
