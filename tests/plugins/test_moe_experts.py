@@ -180,8 +180,14 @@ def test_what_fp8_rounds_is_what_torch_rounds() -> None:
     assert not torch.equal(op.compute(*inputs)[0], op.without_rounding().compute(*inputs)[0])
 
 
-@pytest.mark.parametrize("sm", SMS)
-@pytest.mark.parametrize("storage", STORAGES)
+@pytest.mark.parametrize(
+    ("storage", "sm"),
+    [
+        pytest.param(storage, sm, marks=() if storage == "int4" or sm == 80 else pytest.mark.slow)
+        for storage in STORAGES
+        for sm in SMS
+    ],
+)
 def test_kernels_compile_and_keep_to_registers(storage: str, sm: int) -> None:
     """At the sizes of V2-Lite, on SM80 also where weights are FP8."""
     sizes = {"hidden": 2048, "width": 1408, "experts": 64, "count": 64, "top_k": 6, "dtype": "float16"}
