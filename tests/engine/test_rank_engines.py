@@ -1,0 +1,69 @@
+"""One engine for each rank, and the description of them all."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import pytest
+
+from pipeline.digest import digest_bytes, digest_json
+from pipeline.engine.description import EngineDescription, load_description
+from pipeline.engine.rank_engines import build_ranks
+from pipeline.network.spec import NetworkSpec
+from pipeline.sharding import Parallel, Rank
+from pipeline.workspace import FolderWorkspace
+from tests.triton.emission import describe_engine
+
+SPEC = NetworkSpec(dtype="float16", max_seq_len=256)
+PARALLEL = Parallel(tensor=2, pipeline=2)
+
+
+class Builder:
+    """Writes what builder.build_engine does, without TensorRT. `fails_at`: the rank that it is killed at."""
+
+    def __init__(self, fails_at: int | None = None) -> None:
+        self.fails_at, self.built = fails_at, list[Rank]()
+
+    def __call__(self, spec: NetworkSpec, folder: Path) -> EngineDescription:
+        if spec.rank.index == self.fails_at:
+            raise KeyboardInterrupt
+        self.built.append(spec.rank)
+        folder.mkdir(exist_ok=True)
+        content = f"engine of {spec.rank.index}".encode()
+        (folder / "model.engine").write_bytes(content)
+        description = describe_engine(
+            spec=spec, digest=digest_bytes(content), nbytes=len(content), network_digest=f"blake3:{spec.rank.index}"
+        )
+        (folder / "engine.json").write_text(description.to_json())
+        return description
+
+
+def test_a_description_of_all_ranks(tmp_path: Path) -> None:
+    builder = Builder()
+    built = build_ranks(PARALLEL, SPEC, FolderWorkspace(tmp_path), builder)
+    assert builder.built == list(PARALLEL.ranks)
+    read = load_description(tmp_path)
+    assert read == built
+    assert [rank.file for rank in read.all_ranks] == [f"rank{rank}/model.engine" for rank in range(4)]
+    assert [rank.spec.rank for rank in read.all_ranks] == list(PARALLEL.ranks)
+    assert [rank.network_digest for rank in read.all_ranks] == [f"blake3:{rank}" for rank in range(4)]
+    for rank in read.all_ranks:
+        assert (tmp_path / rank.file).stat().st_size == rank.nbytes
+        own = load_description((tmp_path / rank.file).parent)
+        assert (own.digest, own.spec, own.ranks) == (rank.digest, rank.spec, ())
+
+
+def test_the_sets_digest_is_of_every_ranks_engine(tmp_path: Path) -> None:
+    built = build_ranks(PARALLEL, SPEC, FolderWorkspace(tmp_path), Builder())
+    assert built.set_digest == digest_json([rank.digest for rank in built.all_ranks]) != built.digest
+    alone = describe_engine()
+    assert alone.set_digest == alone.digest
+
+
+def test_a_killed_build_goes_on_at_its_rank(tmp_path: Path) -> None:
+    with pytest.raises(KeyboardInterrupt):
+        build_ranks(PARALLEL, SPEC, FolderWorkspace(tmp_path), Builder(fails_at=2))
+    assert not (tmp_path / "engine.json").exists()
+    second = Builder()
+    build_ranks(PARALLEL, SPEC, FolderWorkspace(tmp_path), second)
+    assert [rank.index for rank in second.built] == [2, 3]
