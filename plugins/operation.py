@@ -169,6 +169,10 @@ class Operation:
         """The operation that leaves its inputs as they are, where it rounds them to multiply them in fewer bits."""
         return self
 
+    def with_wide_cache(self) -> Operation:
+        """The operation over pools of the model's type, without their scales, its last input, where it has any."""
+        return self
+
     def updates(self) -> tuple[int, ...]:
         """The inputs that are written to."""
         return tuple(output.updates for output in self.outputs() if output.updates is not None)

@@ -7,7 +7,7 @@ left, and is dropped. The steps, the pools and the weights are the same either w
 from __future__ import annotations
 
 import gc
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import closing
 from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING
@@ -76,26 +76,27 @@ def run_network(
     mode: Mode,
     segments: Sequence[tuple[int, int]],
     folder: Path | None = None,
-    widened: bool = False,
+    widen: Callable[[Program], Program] | None = None,
 ) -> Iterator[Event]:
     """Yields, segment by segment and step by step, every layer's output and at last the logits. Between two segments,
-    many tokens' hidden states wait in a file in `folder` (None: where temporary files go). `widened`: without the
-    rounding of linears' inputs (network/widening.py)."""
+    many tokens' hidden states wait in a file in `folder` (None: where temporary files go). `widen`: of
+    network/widening.py, what leaves roundings out."""
     import torch
 
     from pipeline.interpreter.interpreter import Interpreter
-    from pipeline.network.widening import widen_inputs
 
     rows = [len(step.inputs[inputs.SLOT_IDS.name]) for step in steps]
     with closing(Activations(rows, architecture.hidden_size, folder=folder)) as activations:
         for first, last in segments:
             program = read_program(source, architecture, spec, (first, last))
-            program = widen_inputs(program) if widened else program
+            program = widen(program) if widen else program
             interpreter = Interpreter(program, mode=mode, resident_bytes=RESIDENT_BYTES)
             slice_spec = replace(spec, layers=(first, last))
+            cached = {pool.name for pool in inputs.pools(architecture, slice_spec)}
             pools = {
-                pool.name: torch.zeros(pool.resolve({"NB": num_blocks}), dtype=getattr(torch, _held(pool.dtype, mode)))
-                for pool in inputs.pools(architecture, slice_spec)
+                pool.name: torch.zeros((num_blocks, *pool.shape[1:]), dtype=interpreter.numerics.held(pool.dtype))
+                for pool in program.inputs
+                if pool.name in cached
             }
             wanted = [port.name for port in inputs.step_inputs(architecture, slice_spec)]
             result = inputs.result(architecture, slice_spec).name
@@ -116,10 +117,6 @@ def run_network(
                 del program, interpreter, feeds, outputs, pools
                 gc.collect()
                 _let_go(source, first, last)
-
-
-def _held(dtype: str, mode: Mode) -> str:
-    return "float32" if mode == "exact" else dtype
 
 
 def _feed(

@@ -6,7 +6,6 @@ from collections.abc import Sequence
 from typing import TYPE_CHECKING, Any
 
 from pipeline.evaluation.forward import RESIDENT_BYTES, read_program
-from pipeline.network.spec import NetworkSpec
 
 if TYPE_CHECKING:
     from pipeline.evaluation.subject import Subject
@@ -27,8 +26,7 @@ def generate_greedily(
     from pipeline.runtime.runner import InterpreterRunner
 
     longest = max(len(prompt) for prompt in prompts) + max_new_tokens
-    spec = NetworkSpec(dtype=subject.dtype, max_seq_len=longest, block_size=BLOCK_SIZE)
-    program = read_program(subject.source, subject.architecture, spec)
+    program = read_program(subject.source, subject.architecture, subject.network(longest, BLOCK_SIZE))
     runner = InterpreterRunner(program, mode="exact", resident_bytes=RESIDENT_BYTES)
     end = subject.folder.config.get("eos_token_id")
     ends = end if isinstance(end, list) else [end] if isinstance(end, int) else []

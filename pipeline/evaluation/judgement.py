@@ -104,6 +104,17 @@ def judge_proofs(bounds: Gates, conversion: ConversionProof, network: NetworkPro
             ("ranks_exact", network.ranks.max_logit_error, "of all ranks together, against transformers", blame),
             ("ranks_agree", network.ranks.max_difference, "of all ranks together and of one", blame),
         ]
+    if network.cache:
+        gates.append(
+            Gate(
+                name="network_cache",
+                value=network.cache.error,
+                bound=bounds.network_cache or network.cache.bound,
+                relation="<=",
+                meaning=f"median relative RMS error of a position's logits by the {network.cache.kind} cache",
+                blame="transformer.layers.*.attention.kv_cache_scaling_factor of the quantized checkpoint",
+            )
+        )
     gates += [
         Gate(
             name=name,

@@ -19,7 +19,6 @@ from pipeline.evaluation.lens import Lens
 from pipeline.evaluation.network_proof import find_worst
 from pipeline.evaluation.schedule import Schedule, TokenSequence, schedule_windows
 from pipeline.evaluation.scores import Scores, Tally, doubling_edges, read_original, score
-from pipeline.network.spec import NetworkSpec
 
 if TYPE_CHECKING:
     from pathlib import Path
@@ -171,7 +170,7 @@ def run_lockstep(
         run_network(
             subject.source,
             subject.architecture,
-            NetworkSpec(dtype=subject.dtype, max_seq_len=longest, block_size=block_size),
+            subject.network(longest, block_size),
             schedule.steps,
             num_blocks=schedule.num_blocks,
             mode="exact",

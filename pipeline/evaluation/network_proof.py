@@ -2,7 +2,8 @@
 
 Prompts are prefilled in chunks and decoded token by token, in batches of unequal lengths, in steps that mix both, over
 scrambled block tables; where RoPE is scaled, one prompt stands beyond the original context. Where linears round their
-inputs (FP8, SmoothQuant), that is left out on both sides: what it costs is part of the quality.
+inputs (FP8, SmoothQuant), or the cache is quantized, that is left out on both sides: what it costs is part of the
+quality. A quantized cache is held against the wide one besides, within a bound derived from its type.
 """
 
 from __future__ import annotations
@@ -18,6 +19,7 @@ from pipeline.evaluation.forward import run_network
 from pipeline.evaluation.reference import Reference, compute_reference
 from pipeline.evaluation.schedule import Schedule, TokenSequence, schedule_prompts
 from pipeline.network.spec import Lowering
+from pipeline.network.widening import widen, widen_inputs
 
 if TYPE_CHECKING:
     import torch
@@ -34,6 +36,8 @@ UNIT_ROUNDOFF = {"float16": 2.0**-11, "bfloat16": 2.0**-8, "float32": 2.0**-24}
 # cache, scale, attention, output projection, residual; norm, its weight, two projections, SiLU, product, down
 # projection, residual; in a routed layer also the experts' weighted sum.
 ROUNDINGS_PER_LAYER = 18
+# Of FP8 E4M3; and of INT8, whose half step is as much of a value of a sixteenth of the largest, as most keys are.
+CACHE_ROUNDOFF, CACHE_ROUNDINGS_PER_LAYER = 2.0**-4, 2
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -44,6 +48,16 @@ class NativeProof:
     plugins: tuple[str, ...]
     max_logit_error: float
     max_difference: float
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class CacheProof:
+    """What a cache in `kind` changes: a position's RMS difference of the logits, all in fp32, from those with a wide
+    cache over the RMS of all: the median position's."""
+
+    kind: str
+    error: float
+    bound: float
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -64,8 +78,8 @@ class NetworkProof:
     exact ones: the median position's, since where a rounding tips a router to another expert the difference says
     nothing of rounding. `declared_layer_errors` is the same of each layer's output.
 
-    Of a network with plugins, `native` says how the same network without any did; of a parallel model, `ranks` how its
-    ranks' did."""
+    Of a network with plugins, `native` says how the same network without any did, `cache` what a quantized cache
+    changes; of a parallel model, `ranks` how its ranks' did."""
 
     max_logit_error: float
     layer_errors: list[float]
@@ -77,6 +91,7 @@ class NetworkProof:
     steps: int
     mixed_steps: int
     native: NativeProof | None = None
+    cache: CacheProof | None = None
     ranks: RanksProof | None = None
 
     @property
@@ -101,6 +116,11 @@ def derive_declared_bound(architecture: Architecture, spec: NetworkSpec) -> floa
     if spec.dtype == "float32":
         roundings *= architecture.hidden_size
     return UNIT_ROUNDOFF[spec.dtype] * math.sqrt(roundings)
+
+
+def derive_cache_bound(architecture: Architecture) -> float:
+    """Bound on `CacheProof.error`, as above: every key and value, or all of a latent row, is rounded once."""
+    return CACHE_ROUNDOFF * math.sqrt(CACHE_ROUNDINGS_PER_LAYER * architecture.num_layers)
 
 
 def make_sequences(
@@ -147,14 +167,13 @@ def prove_network(
         steps=schedule.steps,
         num_blocks=schedule.num_blocks,
         segments=segments,
-        widened=True,
     )
     layers = architecture.num_layers
     worst: dict[int | None, float] = {}
     compared = 0
     exact: dict[tuple[int, int | None], torch.Tensor] = {}
     progress.start("network, exact", len(schedule.steps) * (layers + 1), "layers")
-    for event in run(spec=spec, mode="exact"):
+    for event in run(spec=spec, mode="exact", widen=widen):
         wanted, keep = _gather(reference, schedule, event.step, event.layer, router_margin)
         exact[event.step, event.layer] = event.rows
         worst[event.layer] = max(worst.get(event.layer, 0.0), _largest(event.rows - wanted, keep))
@@ -162,7 +181,7 @@ def prove_network(
         progress.advance(1)
     differences: dict[int | None, list[torch.Tensor]] = {}
     progress.start(f"network, {spec.dtype}", len(schedule.steps) * (layers + 1), "layers")
-    for event in run(spec=spec, mode="declared"):
+    for event in run(spec=spec, mode="declared", widen=widen):
         difference = (event.rows.float() - exact[event.step, event.layer]).square().mean(-1).sqrt()
         differences.setdefault(event.layer, []).append(difference)
         progress.advance(1)
@@ -183,9 +202,19 @@ def prove_network(
     native = None
     if spec.lowering.plugins():
         progress.start("network without plugins", len(schedule.steps), "steps")
-        events = run(spec=replace(spec, lowering=Lowering()), mode="exact")
+        events = run(spec=replace(spec, lowering=Lowering(), kv_cache="model"), mode="exact", widen=widen)
         found = compare(event.rows for event in events if event.layer is None)
         native = NativeProof(plugins=spec.lowering.plugins(), **found)
+    cache = None
+    if spec.kv_cache != "model":
+        progress.start(f"network, {spec.kv_cache} cache", len(schedule.steps) * (layers + 1), "layers")
+        rounded = []
+        for event in run(spec=spec, mode="exact", widen=widen_inputs):
+            if event.layer is None:
+                rounded.append((event.rows - exact[event.step, None]).square().mean(-1).sqrt())
+            progress.advance(1)
+        error = _median_share(rounded, [exact[step, None] for step in range(len(schedule.steps))])
+        cache = CacheProof(kind=spec.kv_cache, error=error, bound=derive_cache_bound(architecture))
     together = None
     if ranks is not None:
         progress.start(f"networks of {ranks.parallel.world} ranks", len(schedule.steps), "steps")
@@ -200,6 +229,7 @@ def prove_network(
         declared_bound=derive_declared_bound(architecture, spec),
         steps=len(schedule.steps),
         native=native,
+        cache=cache,
         ranks=together,
         mixed_steps=sum(len({p.end - p.start > 1 for p in step.pieces}) == 2 for step in schedule.steps),
     )

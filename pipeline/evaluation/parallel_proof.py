@@ -34,8 +34,8 @@ class RankNetworks:
     parallel: Parallel
 
     def run(self, schedule: Schedule, segments: Sequence[Slice]) -> Iterator[torch.Tensor]:
-        """Logits [T, V] of each step in exact arithmetic, without the rounding of linears' inputs. No rank holds more
-        than its part of a segment. Raises RunnerError where a rank fails."""
+        """Logits [T, V] of each step in exact arithmetic, without the rounding of linears' inputs and of the cache. No
+        rank holds more than its part of a segment. Raises RunnerError where a rank fails."""
         from pipeline.runtime.rank_group import RankGroup
 
         slices = self._cut(segments)
@@ -75,7 +75,7 @@ class RankSlices:
         self._hidden: dict[int, torch.Tensor] = {}  # of each step, after the slice before
 
     def allocate(self, blocks: int) -> None:
-        from pipeline.network.widening import widen_inputs
+        from pipeline.network.widening import widen
         from pipeline.runtime.runner import InterpreterPools
 
         self._runner = None
@@ -85,7 +85,7 @@ class RankSlices:
         if self._stage[0] <= first < self._stage[1]:
             program = read_program(self._folder, self._folder.architecture, self._spec, (first, self._last))
             resident = RESIDENT_BYTES // self._rank.parallel.world
-            self._runner = InterpreterPools(widen_inputs(program), mode="exact", resident_bytes=resident)
+            self._runner = InterpreterPools(widen(program), mode="exact", resident_bytes=resident)
             self._runner.allocate(blocks)
 
     def step(self, inputs: Inputs) -> torch.Tensor:

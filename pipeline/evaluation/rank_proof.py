@@ -22,6 +22,7 @@ from pipeline.evaluation.rank_joining import bits
 from pipeline.evaluation.rank_source import JoinedRanks
 from pipeline.evaluation.schedule import TokenSequence, schedule_windows
 from pipeline.network.spec import NetworkSpec
+from pipeline.network.widening import widen
 from pipeline.progress import SILENT, Progress
 
 if TYPE_CHECKING:
@@ -184,7 +185,7 @@ def _compare_logits(engine: CheckpointFolder, joined: JoinedRanks, tokens: int, 
             num_blocks=schedule.num_blocks,
             mode="exact",
             segments=[(layer, layer + 1) for layer in range(a.num_layers)],
-            widened=True,
+            widen=widen,
         ):
             progress.advance(1)
             if event.layer is None:

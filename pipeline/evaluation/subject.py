@@ -11,6 +11,7 @@ from pipeline.checkpoint.engine_config import OWN_KEY
 from pipeline.checkpoint.folder import CheckpointFolder
 from pipeline.errors import CompatibilityError, ConfigError
 from pipeline.evaluation.hub_view import HubView
+from pipeline.network.spec import CACHE_PLUGINS, Lowering, NetworkSpec
 
 if TYPE_CHECKING:
     from pipeline.checkpoint.architecture import Architecture
@@ -23,13 +24,26 @@ RUN = "run.json"
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Subject:
-    """One checkpoint. `source` has engine names; `dtype` is its network's type; `folder` has config and tokenizer."""
+    """One checkpoint. `source` has engine names; `dtype` is its network's type; `folder` has config and tokenizer;
+    `kv_cache`: what its cache is quantized to, by its own config, or "model"."""
 
     label: str
     source: TensorSource
     architecture: Architecture
     dtype: str
     folder: CheckpointFolder
+    kv_cache: str = "model"
+
+    def network(self, max_seq_len: int, block_size: int) -> NetworkSpec:
+        """What is run to measure it. A quantized cache is in the plugins only."""
+        lowering = Lowering() if self.kv_cache == "model" else Lowering(**dict.fromkeys(CACHE_PLUGINS, "plugin"))
+        return NetworkSpec(
+            dtype=self.dtype,
+            max_seq_len=max_seq_len,
+            block_size=block_size,
+            kv_cache=self.kv_cache,
+            lowering=lowering,
+        )
 
     @property
     def nbytes(self) -> int:
@@ -59,7 +73,15 @@ def describe_subject(folder: CheckpointFolder, label: str) -> Subject:
     else:
         source = view = HubView(folder)
         dtype = view.dtype
-    return Subject(label=label, source=source, architecture=folder.architecture, dtype=dtype, folder=folder)
+    algo = (folder.config.get(OWN_KEY, {}).get("quantization") or {}).get("kv_cache_quant_algo")
+    return Subject(
+        label=label,
+        source=source,
+        architecture=folder.architecture,
+        dtype=dtype,
+        folder=folder,
+        kv_cache=algo.lower() if algo else "model",
+    )
 
 
 def open_subjects(paths: Sequence[Path]) -> list[Subject]:

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
+
 from pipeline.network import cache, inputs
 from pipeline.network.context import Context
 from pipeline.network.graph import Graph, Tensor
@@ -18,20 +20,23 @@ def grouped_query_attention(g: Graph, context: Context, layer: int, x: Tensor) -
     a = context.architecture
     h, kv, d = context.sizes.heads, context.sizes.kv_heads, a.head_dim
     qkv = linear(g, context.weights, "qkv", x, (h + 2 * kv) * d, a.hidden_size, bias=a.qkv_bias)
-    query, k_pool, v_pool = rotate_and_append(g, context, layer, qkv)
-    packed = attend(g, context, layer, query, k_pool, v_pool)
+    scales = cache.scales(g, context, layer, (2, kv))
+    query, k_pool, v_pool = rotate_and_append(g, context, layer, qkv, scales)
+    packed = attend(g, context, layer, query, (k_pool, v_pool), scales)
     ranks = context.spec.rank.tensor_group
     return linear(g, context.weights, "dense", packed, a.hidden_size, h * d, bias=a.attention_bias, ranks=ranks)
 
 
-def rotate_and_append(g: Graph, context: Context, layer: int, qkv: Tensor) -> tuple[Tensor, Tensor, Tensor]:
+def rotate_and_append(
+    g: Graph, context: Context, layer: int, qkv: Tensor, scales: Sequence[Tensor]
+) -> tuple[Tensor, Tensor, Tensor]:
     """qkv [T, (h + 2 kv) D] → the queries [T, h, D], rotated and scaled, and the pools with the rotated keys and the
     values in them."""
     a = context.architecture
     h, kv, d = context.sizes.heads, context.sizes.kv_heads, a.head_dim
     k_pool, v_pool = inputs.layer_pools(a, context.spec, layer)
     if ROPE in context.plugins:
-        query, *pools = cache.plugin(g, context, ROPE, (qkv, *context.tables), (k_pool, v_pool))
+        query, *pools = cache.plugin(g, context, ROPE, (qkv, *context.tables), (k_pool, v_pool), scales)
         return query, pools[0], pools[1]
     heads = g.reshape("heads", qkv, (-1, h + 2 * kv, d))
     q = rotate(g.at("query"), context, g.slice("query.heads", heads, 1, 0, h))
@@ -42,14 +47,16 @@ def rotate_and_append(g: Graph, context: Context, layer: int, qkv: Tensor) -> tu
     return g.cast("query", q, g.dtype), keys, cache.append(g, context, v_pool, v)
 
 
-def attend(g: Graph, context: Context, layer: int, query: Tensor, k_pool: Tensor, v_pool: Tensor) -> Tensor:
+def attend(
+    g: Graph, context: Context, layer: int, query: Tensor, pools: tuple[Tensor, Tensor], scales: Sequence[Tensor]
+) -> Tensor:
     """query [T, h, D] over the pools → [T, h * D]."""
     a, width = context.architecture, context.sizes.heads * context.architecture.head_dim
     if ATTENTION in context.plugins:
-        (sums,) = g.plugin(ATTENTION, context.plugins[ATTENTION], [query, k_pool, v_pool, *cache.steps(context)])
+        (sums,) = g.plugin(ATTENTION, context.plugins[ATTENTION], [query, *pools, *cache.steps(context), *scales])
         return g.reshape("rows", sums, (-1, width))
     ports = inputs.layer_pools(a, context.spec, layer)
-    keys, values = (cache.pages(g, context, *pair) for pair in zip(ports, (k_pool, v_pool), strict=True))
+    keys, values = (cache.pages(g, context, *pair) for pair in zip(ports, pools, strict=True))
     padded = g.gather("query.padded", query, context.inputs[inputs.PAD_INDEX.name])
     queries = g.reshape("query.by_head", padded, first=(0, 2, 1, 3))
     # Decomposable leaves the builder a way where no fused kernel has this head size or type.

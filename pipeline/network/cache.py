@@ -8,10 +8,16 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 
+import numpy as np
+
+from pipeline.checkpoint.layouts.scales import CACHE_SCALES
+from pipeline.errors import CheckpointError
 from pipeline.network import inputs
 from pipeline.network.context import Context
+from pipeline.network.derived import Derived
 from pipeline.network.graph import Graph, Tensor
 from pipeline.network.inputs import Port
+from pipeline.network.weights.steps import read_scales
 
 
 def append(g: Graph, context: Context, pool: Port, rows: Tensor) -> Tensor:
@@ -28,11 +34,30 @@ def append(g: Graph, context: Context, pool: Port, rows: Tensor) -> Tensor:
     return updated
 
 
-def plugin(g: Graph, context: Context, name: str, data: Sequence[Tensor], pools: Sequence[Port]) -> tuple[Tensor, ...]:
-    """A layer's plugin `name` that writes to pools itself: of `data`, where its rows go, and the pools → its outputs,
-    the pools as the rest of the step sees them at the end."""
+def scales(g: Graph, context: Context, layer: int, shape: tuple[int, ...]) -> list[Tensor]:
+    """The scales of a layer's quantized pools as its plugins take them, which of the checkpoint's one number; none of
+    wide pools. Raises CheckpointError where the checkpoint has none."""
+    kind, base = context.spec.kv_cache, f"transformer.layers.{layer}"
+    if kind == "model":
+        return []
+    if not context.weights.has(f"{base}.{CACHE_SCALES}"):
+        raise CheckpointError(
+            f"tensor {base}.{CACHE_SCALES} is missing, which a KV cache in {kind} needs",
+            hint=f"quantize the checkpoint with stages.quantize.kv_cache: {kind}",
+        )
+    step = read_scales(context.weights, base, CACHE_SCALES, (1,)).data.view(np.float32)
+    whole = np.full(shape, step[0], np.float32).reshape(-1).view(np.uint8)
+    return [g.constant("kv_cache_scaling_factor", Derived("F32", shape, lambda: iter((whole,))))]
+
+
+def plugin(
+    g: Graph, context: Context, name: str, data: Sequence[Tensor], pools: Sequence[Port], scales: Sequence[Tensor]
+) -> tuple[Tensor, ...]:
+    """A layer's plugin `name` that writes to pools itself: of `data`, where its rows go, the pools and their scales →
+    its outputs, the pools as the rest of the step sees them at the end."""
     step = [context.inputs[port.name] for port in (inputs.POSITION_IDS, *inputs.PLACES)]
-    outputs = g.plugin(name, context.plugins[name], [*data, *step, *(context.inputs[pool.name] for pool in pools)])
+    written = [context.inputs[pool.name] for pool in pools]
+    outputs = g.plugin(name, context.plugins[name], [*data, *step, *written, *scales])
     for pool, updated in zip(pools, outputs[-len(pools) :], strict=True):
         g.output(pool.name + inputs.POOL_OUTPUT_SUFFIX, updated)
     return tuple(outputs)

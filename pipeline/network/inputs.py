@@ -90,7 +90,7 @@ def layer_pools(architecture: Architecture, spec: NetworkSpec, layer: int) -> tu
     return tuple(
         Port(
             name=f"{name}_{layer}",
-            dtype=spec.dtype,
+            dtype=spec.pool_dtype,
             axes=("NB", heads, spec.block_size, width),
             meaning="paged cache, updated in place",
         )

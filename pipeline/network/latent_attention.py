@@ -10,7 +10,7 @@ Sizes: h heads of this rank, N and P the widths of a query without and with RoPE
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from typing import TYPE_CHECKING
 
 import numpy as np
@@ -41,8 +41,9 @@ def latent_attention(g: Graph, context: Context, layer: int, x: Tensor) -> Tenso
         raise CompatibilityError(f"{a.name} has no latent attention", hint="config.json lacks kv_lora_rank")
     h, v = context.sizes.heads, latent.v_head_dim
     key_weight, value_weight = _split_kv_b(g, context, latent)
-    query, pool = _rotate_and_append(g, context, latent, layer, x, key_weight)
-    packed = _attend(g, context, latent, layer, query, pool)
+    scales = cache.scales(g, context, layer, (2,))
+    query, pool = _rotate_and_append(g, context, latent, layer, x, key_weight, scales)
+    packed = _attend(g, context, latent, layer, query, pool, scales)
     at = g.at("value")
     by_head = at.matmul("by_head", at.reshape("content_by_head", packed, first=(1, 0, 2)), value_weight, transpose=True)
     merged = at.reshape("merged", by_head, (-1, h * v), first=(1, 0, 2))
@@ -51,7 +52,13 @@ def latent_attention(g: Graph, context: Context, layer: int, x: Tensor) -> Tenso
 
 
 def _rotate_and_append(
-    g: Graph, context: Context, latent: LatentAttention, layer: int, x: Tensor, key_weight: Tensor
+    g: Graph,
+    context: Context,
+    latent: LatentAttention,
+    layer: int,
+    x: Tensor,
+    key_weight: Tensor,
+    scales: Sequence[Tensor],
 ) -> tuple[Tensor, Tensor]:
     """x [T, H] → absorbed queries [T, h, R+P], rotated and scaled in float32, in the model's type; and the pool with
     what it keeps of each token, the normalized compressed KV and the rotated key."""
@@ -67,7 +74,8 @@ def _rotate_and_append(
     by_head = at.reshape("content_by_head", at.slice("content", heads, 2, 0, n), first=(1, 0, 2))
     absorbed = at.matmul("absorbed_by_head", by_head, key_weight)
     if ROPE in context.plugins:
-        query, pool = cache.plugin(g, context, ROPE, (q, absorbed, content, compressed, *context.tables), (port,))
+        data = (q, absorbed, content, compressed, *context.tables)
+        query, pool = cache.plugin(g, context, ROPE, data, (port,), scales)
         return query, pool
     turned = rotate(at, context, at.slice("rotary_part", heads, 2, n, p))
     absorbed = at.reshape("absorbed", absorbed, first=(1, 0, 2))
@@ -91,10 +99,18 @@ def _project_queries(g: Graph, context: Context, latent: LatentAttention, x: Ten
     return linear(g, weights, "q_b_proj", q, width, rank, bias=False)
 
 
-def _attend(g: Graph, context: Context, latent: LatentAttention, layer: int, query: Tensor, pool: Tensor) -> Tensor:
+def _attend(
+    g: Graph,
+    context: Context,
+    latent: LatentAttention,
+    layer: int,
+    query: Tensor,
+    pool: Tensor,
+    scales: Sequence[Tensor],
+) -> Tensor:
     """query [T, h, R+P] over the pool → [T, h, R]."""
     if ATTENTION in context.plugins:
-        (sums,) = g.plugin(ATTENTION, context.plugins[ATTENTION], [query, pool, *cache.steps(context)])
+        (sums,) = g.plugin(ATTENTION, context.plugins[ATTENTION], [query, pool, *cache.steps(context), *scales])
         return sums
     a, width = context.architecture, latent.latent_dim
     (port,) = inputs.layer_pools(a, context.spec, layer)

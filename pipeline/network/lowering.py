@@ -38,7 +38,7 @@ def rope_paged_kv(architecture: Architecture, spec: NetworkSpec) -> RopePagedKv:
         interleaved=architecture.rope.interleaved,
         scale=softmax_scale(architecture),
         block_size=spec.block_size,
-        pool_dtype=spec.dtype,
+        pool_dtype=spec.pool_dtype,
     )
 
 
@@ -54,7 +54,7 @@ def rope_paged_latent(architecture: Architecture, spec: NetworkSpec) -> RopePage
         interleaved=architecture.rope.interleaved,
         scale=softmax_scale(architecture),
         block_size=spec.block_size,
-        pool_dtype=spec.dtype,
+        pool_dtype=spec.pool_dtype,
     )
 
 
@@ -68,7 +68,7 @@ def paged_attention(architecture: Architecture, spec: NetworkSpec) -> PagedAtten
         head_size=architecture.head_dim,
         block_size=spec.block_size,
         window=0,
-        pool_dtype=spec.dtype,
+        pool_dtype=spec.pool_dtype,
     )
 
 
@@ -82,7 +82,7 @@ def paged_latent_attention(architecture: Architecture, spec: NetworkSpec) -> Pag
         rotary_size=latent.qk_rope_head_dim,
         block_size=spec.block_size,
         window=0,
-        pool_dtype=spec.dtype,
+        pool_dtype=spec.pool_dtype,
     )
 
 

@@ -17,6 +17,8 @@ if TYPE_CHECKING:
 MOE_LOWERINGS = ("dense", "gather")
 LOWERINGS = ("native", "plugin")
 PAYLOADS = ("model", "fp8")
+CACHES = ("model", "fp8", "int8")
+CACHE_PLUGINS = ("rope_paged_kv", "paged_attention")  # what writes and reads a quantized cache
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -51,6 +53,8 @@ class NetworkSpec:
     moe: how routed experts are lowered: "dense" computes every expert for every token, "gather" fetches each token's
         experts (for engines that only generate).
     expert_payload: what the moe_all_to_all plugin sends rows as: "model", as they are, or "fp8".
+    kv_cache: what the pools hold: "model", the model's type, or "fp8" or "int8", with the checkpoint's scales; only in
+        the plugins that read and write them.
     rank: which rank of a parallel model the network is; by default the only one.
     layers: the decoder layers [a, b) that the network holds, of its rank's pipeline stage; None for all of them.
     lowering: which operations are plugins.
@@ -61,6 +65,7 @@ class NetworkSpec:
     block_size: int = 64
     moe: str = "dense"
     expert_payload: str = "model"
+    kv_cache: str = "model"
     rank: Rank = field(default_factory=Rank)
     layers: tuple[int, int] | None = None
     lowering: Lowering = field(default_factory=Lowering)
@@ -76,11 +81,24 @@ class NetworkSpec:
             raise CompatibilityError(
                 f"expert payload {self.expert_payload!r} is unknown", hint=f"one of {', '.join(PAYLOADS)}"
             )
+        if self.kv_cache not in CACHES:
+            raise CompatibilityError(f"KV cache {self.kv_cache!r} is unknown", hint=f"one of {', '.join(CACHES)}")
+        missing = sorted({*CACHE_PLUGINS} - {*self.lowering.plugins()})
+        if self.kv_cache != "model" and missing:
+            raise CompatibilityError(
+                f"a KV cache in {self.kv_cache} is the plugins', and {' and '.join(missing)} would be native",
+                hint="set both under stages.build.lowering to plugin, or stages.quantize.kv_cache: none",
+            )
         if self.block_size < 1 or self.max_seq_len < 1:
             raise CompatibilityError(
                 f"block_size {self.block_size} and max_seq_len {self.max_seq_len} must be positive",
                 hint="set both under stages.build",
             )
+
+    @property
+    def pool_dtype(self) -> str:
+        """Type of the pools, in programs' spelling."""
+        return self.dtype if self.kv_cache == "model" else self.kv_cache
 
     def layer_range(self, architecture: Architecture) -> tuple[int, int]:
         """The slice [a, b) in full. Raises CompatibilityError where it is empty or leaves the rank's layers."""

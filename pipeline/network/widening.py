@@ -1,8 +1,9 @@
-"""A program without the rounding of its linears' inputs: what is left is what weights alone do.
+"""A program without the rounding of its linears' inputs, or of its KV cache: what is left is what weights alone do.
 
-Where inputs are quantized (FP8, SmoothQuant), a value next to the middle between two steps falls to one side here and
-to the other there, and one step is far more than what the order of sums does. So a proof that a network is another
-implementation's to many digits looks at this program; what the rounding itself costs is measured apart.
+Where these are quantized (FP8, SmoothQuant; a cache in FP8 or INT8), a value next to the middle between two steps falls
+to one side here and to the other there, and one step is far more than what the order of sums does. So a proof that a
+network is another implementation's to many digits looks at this program; what the rounding itself costs is measured
+apart.
 """
 
 from __future__ import annotations
@@ -15,7 +16,12 @@ from plugins.registry import OPERATIONS, make_operation
 if TYPE_CHECKING:
     from collections.abc import Mapping
 
-    from pipeline.network.program import Node, Program
+    from pipeline.network.program import Node, Program, TensorSpec
+
+
+def widen(program: Program) -> Program:
+    """Both."""
+    return widen_cache(widen_inputs(program))
 
 
 def widen_inputs(program: Program) -> Program:
@@ -44,3 +50,32 @@ def _widen_attributes(node: Node) -> Mapping[str, Any]:
     if node.kind not in OPERATIONS:
         return node.attributes
     return make_operation(node.kind, node.attributes).without_rounding().attributes()
+
+
+def widen_cache(program: Program) -> Program:
+    """Every pool of the model's type, and the plugins that read and write it without scales."""
+    nodes = [_widen_pools(node) for node in program.nodes]
+    types: dict[str, str] = {}  # of pools, before and after their update
+    for node in nodes:
+        if node.kind in OPERATIONS:
+            operation = make_operation(node.kind, node.attributes)
+            for output, spec in zip(operation.outputs(), node.outputs, strict=True):
+                if output.updates is not None:
+                    types |= {spec.name: output.dtype, str(node.inputs[output.updates]): output.dtype}
+
+    def retype(specs: tuple[TensorSpec, ...]) -> tuple[TensorSpec, ...]:
+        return tuple(replace(spec, dtype=types.get(spec.name, spec.dtype)) for spec in specs)
+
+    return replace(
+        program,
+        inputs=retype(program.inputs),
+        outputs=retype(program.outputs),
+        nodes=tuple(replace(node, outputs=retype(node.outputs)) for node in nodes),
+    )
+
+
+def _widen_pools(node: Node) -> Node:
+    if node.kind not in OPERATIONS:
+        return node
+    operation = make_operation(node.kind, node.attributes).with_wide_cache()
+    return replace(node, inputs=node.inputs[: len(operation.input_types())], attributes=operation.attributes())

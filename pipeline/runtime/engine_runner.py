@@ -10,7 +10,7 @@ from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from pipeline.engine.description import EngineDescription
+from pipeline.engine.description import EngineDescription, TensorDescription
 from pipeline.errors import CompatibilityError
 from pipeline.network import inputs as ports
 from pipeline.runtime.buffers import StepBuffers
@@ -36,8 +36,8 @@ if TYPE_CHECKING:
 
 class EngineRunner:
     """engine: the file; description: its engine.json. trt, device: the TensorRT module and the GPU, by default those
-    that the description names and torch's current one. weights_fraction: see LoadedEngine. graphs: whether generation
-    steps run as CUDA graphs.
+    that the description names and torch's current one. weights_fraction, communicator: see LoadedEngine. graphs:
+    whether generation steps run as CUDA graphs. Of a tensor parallel model, one rank's: every rank has the logits.
 
     Raises CompatibilityError where the engine cannot run here, with the reason.
     """
@@ -50,6 +50,7 @@ class EngineRunner:
         trt: Any = None,
         device: Device | None = None,
         weights_fraction: float = 1.0,
+        communicator: int | None = None,
         graphs: bool = True,
     ) -> None:
         outputs = {tensor.name: tensor for tensor in description.outputs}
@@ -69,7 +70,9 @@ class EngineRunner:
         self._pool_specs = [t for t in description.inputs if t.name + ports.POOL_OUTPUT_SUFFIX in outputs]
         self._vocabulary = outputs[ports.LOGITS].shape[-1]
         self._graphs = graphs
-        self._loaded = LoadedEngine(engine, description, trt, device, weights_fraction=weights_fraction)
+        self._loaded = LoadedEngine(
+            engine, description, trt, device, weights_fraction=weights_fraction, communicator=communicator
+        )
         self._num_blocks = 0
         self._buffers: dict[int, StepBuffers] = {}
         self._launches: Launches | None = None
@@ -80,7 +83,7 @@ class EngineRunner:
         """Of one block in all pools."""
         import torch
 
-        return sum(math.prod(spec.shape[1:]) * int(getattr(torch, spec.dtype).itemsize) for spec in self._pool_specs)
+        return sum(math.prod(spec.shape[1:]) * int(getattr(torch, _held(spec)).itemsize) for spec in self._pool_specs)
 
     def count_blocks(self, fraction: float) -> int:
         """Blocks that fit into this share of the memory that is free now, at most as many as the engine takes. Raises
@@ -112,7 +115,7 @@ class EngineRunner:
         self.device.release()
         for spec in self._pool_specs:
             what = f"{spec.name}, one of {len(self._pool_specs)} pools of {blocks} KV blocks,"
-            self.pools[spec.name] = self.device.allocate((blocks, *spec.shape[1:]), spec.dtype, what)
+            self.pools[spec.name] = self.device.allocate((blocks, *spec.shape[1:]), _held(spec), what)
         rows = max(profile.most["N"] for profile in self.profiles)
         self._logits = self.device.allocate((rows, self._vocabulary), "float32", "room for logits")
         for profile in self.profiles:
@@ -173,3 +176,8 @@ class EngineRunner:
         with self.device.scope():
             self._launches.run(profile.index, self._buffers[profile.index].upload(inputs))
             return self._logits[:rows].clone()  # the next step writes to the same place
+
+
+def _held(pool: TensorDescription) -> str:
+    """torch's type of a pool's memory, FP8 as bytes: only the engine reads it, and torch cannot move it otherwise."""
+    return "uint8" if pool.dtype == "fp8" else pool.dtype

@@ -24,6 +24,13 @@ Inputs = Mapping[str, npt.NDArray[Any]]
 Blocks = dict[str, "torch.Tensor"]
 
 
+def as_bytes(pool: torch.Tensor) -> torch.Tensor:
+    """The same memory, FP8 as bytes: torch cannot move it otherwise."""
+    import torch
+
+    return pool.view(torch.uint8) if pool.is_floating_point() and pool.itemsize == 1 else pool
+
+
 class Pools(Protocol):
     """Block ids run from 0 to the number allocated; block 0 is padding and belongs to no sequence."""
 
@@ -35,7 +42,7 @@ class Pools(Protocol):
         """Copies blocks (from, to) in every pool; all are read before any is written."""
 
     def read_blocks(self, blocks: Sequence[int]) -> Blocks:
-        """The content of blocks on the host, by pool: [len(blocks), heads, block_size, width]."""
+        """The content of blocks on the host, by pool: [len(blocks), heads, block_size, width], FP8 as bytes."""
 
     def write_blocks(self, blocks: Sequence[int], content: Blocks) -> None:
         """Puts back what `read_blocks` gave, into these blocks."""
@@ -71,16 +78,18 @@ class InterpreterPools:
         self.interpreter = Interpreter(program, mode=mode, optimize=optimize, resident_bytes=resident_bytes)
         self._pool_specs = [spec for spec in program.inputs if spec.name + ports.POOL_OUTPUT_SUFFIX in outputs]
         self.pools: Blocks = {}
+        self._movable: Blocks = {}  # the same memory, of types that torch can move
 
     def allocate(self, blocks: int) -> None:
         import torch
 
         if blocks < 2:
             raise CompatibilityError(f"{blocks} blocks: block 0 is padding, so at least 2 are needed")
-        self.pools = {}  # the old ones go before the new ones come
+        self.pools, self._movable = {}, {}  # the old ones go before the new ones come
         for spec in self._pool_specs:
             held = self.interpreter.numerics.held(spec.dtype)
             self.pools[spec.name] = torch.zeros((blocks, *spec.shape[1:]), dtype=held)
+        self._movable = {name: as_bytes(pool) for name, pool in self.pools.items()}
 
     def feed(self, inputs: Inputs) -> dict[str, torch.Tensor]:
         """A step's inputs and the pools, as the interpreter takes them."""
@@ -90,18 +99,18 @@ class InterpreterPools:
 
     def copy_blocks(self, pairs: Sequence[tuple[int, int]]) -> None:
         sources, targets = [a for a, _ in pairs], [b for _, b in pairs]
-        for pool in self.pools.values():
+        for pool in self._movable.values():
             pool[targets] = pool[sources]
 
     def read_blocks(self, blocks: Sequence[int]) -> Blocks:
-        return {name: pool[list(blocks)] for name, pool in self.pools.items()}
+        return {name: pool[list(blocks)] for name, pool in self._movable.items()}
 
     def write_blocks(self, blocks: Sequence[int], content: Blocks) -> None:
-        for name, pool in self.pools.items():
+        for name, pool in self._movable.items():
             pool[list(blocks)] = content[name]
 
     def zero_blocks(self, blocks: Sequence[int]) -> None:
-        for pool in self.pools.values():
+        for pool in self._movable.values():
             pool[list(blocks)] = 0
 
 

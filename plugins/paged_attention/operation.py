@@ -13,7 +13,7 @@ Pools of type "int8" and "fp8" hold value / scale, as rope_paged_kv writes them.
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any, ClassVar
 
 from plugins.operation import Argument, Input, Kernel, Launch, Operation, Output, Shape, Size
@@ -41,6 +41,9 @@ class _Paged(Operation):
     def input_types(self) -> tuple[str, ...]:
         scales = ("float32",) if self.pool_dtype in QUANTIZED else ()
         return (self.dtype, *[self.pool_dtype] * len(self.POOLS), *["int32"] * len(STEP_INPUTS), *scales)
+
+    def with_wide_cache(self) -> _Paged:
+        return replace(self, pool_dtype=self.dtype)
 
     def outputs(self) -> tuple[Output, ...]:
         return (Output(shape=(Size(0, 0), self.heads, self.sizes().value_size), dtype=self.dtype),)

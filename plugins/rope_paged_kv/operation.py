@@ -12,7 +12,7 @@ scales are fp32, of the whole engine. FP8 (E4M3) needs SM89. Otherwise pool_dtyp
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any, ClassVar
 
 from plugins.operation import (
@@ -85,6 +85,9 @@ class _Rope(Operation):
         scales = ("float32",) if self.pool_dtype in STORAGE else ()
         step, pools = ["int32"] * len(STEP_INPUTS), [self.pool_dtype] * len(self.POOLS)
         return (*[self.dtype] * len(self.DATA), "float32", "float32", *step, *pools, *scales)
+
+    def with_wide_cache(self) -> _Rope:
+        return replace(self, pool_dtype=self.dtype)
 
     def outputs(self) -> tuple[Output, ...]:
         places = [self.names.index(name) for name in self.POOLS]

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 import math
 from collections.abc import Callable
 from functools import partial
@@ -16,8 +17,11 @@ from pipeline.evaluation import activations, forward
 from pipeline.evaluation.measurement import Measure, measure
 from pipeline.evaluation.schedule import TokenSequence
 from pipeline.progress import SILENT
+from pipeline.quantization.quantize import quantize_checkpoint
+from pipeline.workspace import FolderWorkspace
 from tests import fixtures
 from tests.evaluation.support import convert, subject
+from tests.quantization.support import CalibrationSettings, Settings
 
 TOKENS = torch.randint(0, 512, (64,), generator=torch.Generator().manual_seed(0)).tolist()
 WINDOWS = [TokenSequence(tokens=tuple(TOKENS[i : i + 16])) for i in range(0, 64, 16)]
@@ -46,6 +50,21 @@ def run(engine: CheckpointFolder, *edits: dict[str, Edit], chunk: int | None = N
 @pytest.fixture(scope="module")
 def coarse(built: tuple[Path, CheckpointFolder]) -> list[Measure]:
     return run(built[1], {NAME: coarsen}, {NAME: lambda w: w})
+
+
+def test_a_quantized_caches_cost_is_seen_however_text_is_cut(tmp_path: Path) -> None:
+    """Its own chunk, too, is read from the cache."""
+    built = convert(fixtures.deepseek_v2(tmp_path / "hf", tokenizer=True, num_hidden_layers=2), tmp_path / "engine")
+    (tmp_path / "text.txt").write_text("a quick brown fox jumps over 13 lazy dogs\n" * 90)
+    calibration = CalibrationSettings(files=(tmp_path / "text.txt",), samples=4, length=16)
+    settings = Settings(method="int8", kv_cache="fp8", calibration=calibration)
+    quantize_checkpoint(built, FolderWorkspace(tmp_path / "out"), settings=settings)
+    described = subject(CheckpointFolder.open(tmp_path / "out"))
+    assert (described.kv_cache, subject(built).kv_cache) == ("fp8", "model")
+    wide = dataclasses.replace(described, kv_cache="model")
+    found = [measure([wide, described], WINDOWS, SILENT, block_size=8, chunk=chunk)[1] for chunk in (None, 5)]
+    assert found[0].tally.mean("kl") > 1e-6 and min(found[0].layers.error) > 1e-3
+    assert found[1].tally.mean("kl") == pytest.approx(found[0].tally.mean("kl"), rel=1e-4)
 
 
 def _keep(outputs: list[torch.Tensor], _module: object, _inputs: object, output: torch.Tensor) -> None:

@@ -10,6 +10,7 @@ import pytest
 import torch
 
 from pipeline.checkpoint.folder import CheckpointFolder
+from pipeline.checkpoint.layouts.scales import cache_scale
 from pipeline.config.proof import Gates
 from pipeline.evaluation import network_proof, reference
 from pipeline.evaluation.conversion_proof import ConversionProof
@@ -23,6 +24,7 @@ from tests import fixtures
 from tests.evaluation.support import Altered, convert
 from tests.quantization.support import CalibrationSettings, Settings
 
+PLUGINS = Lowering(rope_paged_kv="plugin", paged_attention="plugin")
 PROMPTS = ((5, 9, 301, 44, 7, 8, 120, 66, 31, 250, 18), (400, 3, 77), (11, 12, 13, 14, 15))
 
 
@@ -46,9 +48,10 @@ def prove(
     dtype: str = "float32",
     router_margin: float = 1e-5,
     lowering: Lowering | None = None,
+    kv_cache: str = "model",
 ) -> NetworkProof:
     """Proves `network` (a source of weights; default `built` itself) against transformers on `built`."""
-    spec = NetworkSpec(dtype=dtype, max_seq_len=256, block_size=4, lowering=lowering or Lowering())
+    spec = NetworkSpec(dtype=dtype, max_seq_len=256, block_size=4, lowering=lowering or Lowering(), kv_cache=kv_cache)
     sequences = make_sequences(PROMPTS, decode_tokens=3, architecture=built.architecture, max_seq_len=256)
     layers = built.architecture.num_layers
     whole = compute = reference.compute_reference
@@ -180,9 +183,6 @@ def test_rounded_inputs_do_not_hide_the_rest(method: str, tmp_path: Path) -> Non
     assert prove(quantized, Altered(quantized, {scale: lambda s: s * 1.01})).max_logit_error > 1e-4
 
 
-PLUGINS = Lowering(rope_paged_kv="plugin", paged_attention="plugin")
-
-
 def test_plugins_are_proved_with_the_network_without_them(llama: CheckpointFolder) -> None:
     proof = prove(llama, lowering=PLUGINS)
     assert proof.max_logit_error < 1e-4
@@ -191,6 +191,28 @@ def test_plugins_are_proved_with_the_network_without_them(llama: CheckpointFolde
     assert proof.native.max_logit_error < 1e-4
     assert proof.native.max_difference < 1e-4
     assert prove(llama).native is None
+
+
+@pytest.mark.parametrize(("kind", "sliced"), [("int8", False), ("fp8", True)])
+def test_a_quantized_cache_is_held_against_the_wide_one(kind: str, sliced: bool, tmp_path: Path) -> None:
+    """Where its rounding is left out, the network is proved to as many digits as any other."""
+    built = convert(fixtures.llama(tmp_path / "hf", tokenizer=True, num_hidden_layers=2), tmp_path / "engine")
+    text = tmp_path / "text.txt"
+    text.write_text("".join(f"def f{i}(x):\n    return {i * 7919 % 1000} * x\n" for i in range(400)))
+    calibration = CalibrationSettings(files=(text,), samples=2, length=16)
+    settings = Settings(method="int8", kv_cache=kind, calibration=calibration)
+    quantize_checkpoint(built, FolderWorkspace(tmp_path / "out"), settings=settings)
+    quantized = CheckpointFolder.open(tmp_path / "out")
+    proof = prove(quantized, lowering=PLUGINS, kv_cache=kind, sliced=sliced)
+    assert proof.cache is not None and proof.native is not None and proof.cache.kind == kind
+    assert max(proof.max_logit_error, proof.native.max_difference) < 1e-4
+    assert 1e-3 < proof.cache.error < proof.cache.bound == 2**-4 * 2
+    nothing_converted = ConversionProof(tensors=0, elements=0, differing={}, clipped=0)
+    gates = {gate.name: gate for gate in judge_proofs(Gates(), nothing_converted, proof)}
+    assert gates["network_cache"].passed and gates["network_cache"].value == proof.cache.error
+    cut = Altered(quantized, {cache_scale(layer): lambda s: s / 100 for layer in range(2)})
+    worse = prove(quantized, cut, lowering=PLUGINS, kv_cache=kind, sliced=sliced)
+    assert worse.cache is not None and worse.cache.error > proof.cache.bound and worse.max_logit_error < 1e-4
 
 
 def test_experts_in_a_plugin_are_proved_too(latent: CheckpointFolder) -> None:

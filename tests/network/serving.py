@@ -105,7 +105,8 @@ def _scatter(lengths: Sequence[int], block_size: int) -> tuple[list[np.ndarray],
 
 
 def _pool_type(dtype: str, mode: Mode) -> torch.dtype:
-    held: torch.dtype = torch.float32 if mode == "exact" else getattr(torch, dtype)
+    quantized = {"fp8": torch.float8_e4m3fn, "int8": torch.int8}
+    held: torch.dtype = quantized.get(dtype) or (torch.float32 if mode == "exact" else getattr(torch, dtype))
     return held
 
 

@@ -12,7 +12,7 @@ import contextlib
 import ctypes
 import math
 import weakref
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Mapping
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -34,12 +34,21 @@ from pipeline.network.program import Program, TensorSpec
 from tests.network.models import Model
 
 STREAM = 4711
-DTYPES = {"float32": torch.float32, "float16": torch.float16, "bfloat16": torch.bfloat16, "int32": torch.int32}
+DTYPES = {
+    "float32": torch.float32,
+    "float16": torch.float16,
+    "bfloat16": torch.bfloat16,
+    "int32": torch.int32,
+    "int8": torch.int8,
+    "fp8": torch.float8_e4m3fn,
+}
 
 
-def describe(model: Model, limits: BuildLimits, **changes: Any) -> EngineDescription:
-    """engine.json of an engine that was not built."""
-    spec = model.spec(block_size=limits.block_size, max_seq_len=limits.max_seq_len)
+def describe(
+    model: Model, limits: BuildLimits, network: Mapping[str, Any] | None = None, **changes: Any
+) -> EngineDescription:
+    """engine.json of an engine that was not built, of a network with these options."""
+    spec = model.spec(block_size=limits.block_size, max_seq_len=limits.max_seq_len, **network or {})
     inputs = ports.network_inputs(model.architecture, spec)
     profiles = tuple(
         ProfileDescription(
@@ -297,11 +306,11 @@ class ExecutionContext:
         self.runs += 1
 
 
-def load(model: Model, program: Program, limits: BuildLimits, folder: Path, *, rtx: bool = True) -> Any:
-    """The runner of an engine of this network. Typed as whatever the caller takes it for."""
+def load(model: Model, program: Program, limits: BuildLimits, folder: Path, *, rtx: bool = True, **network: Any) -> Any:
+    """The runner of an engine of this network, which has these options. Typed as whatever the caller takes it for."""
     from pipeline.runtime.engine_runner import EngineRunner
 
-    device, description = HostDevice(), describe(model, limits)
+    device, description = HostDevice(), describe(model, limits, network)
     (folder / "model.engine").write_bytes(b"engine")
     module = StandIn(program, description, device, rtx=rtx)
     return EngineRunner(folder / "model.engine", description, trt=module, device=device)
