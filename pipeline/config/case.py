@@ -116,7 +116,7 @@ class Case:
     @cached_property
     def ask(self) -> Ask:
         """What TensorRT-LLM would be asked to run."""
-        from pipeline.config.tensorrt_llm_rules import make_ask
+        from pipeline.config.tensorrt_llm_ask import make_ask
 
         return make_ask(self)
 

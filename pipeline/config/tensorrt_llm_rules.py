@@ -4,16 +4,12 @@ the engine's own (engine/tensorrt_llm/support.py), asked here of the linears as 
 from __future__ import annotations
 
 from collections.abc import Callable
-from dataclasses import replace
 
 from pipeline.config.backends import LLMAPI_EXPORTS, OWN_SETTINGS
 from pipeline.config.case import Case
 from pipeline.config.recipe_rules import offered_formats
 from pipeline.config.rules import Rule
-from pipeline.engine.tensorrt_llm.ask import Ask, StoredLinear
 from pipeline.engine.tensorrt_llm.support import LIMITS, Limit
-from pipeline.quantization.selection import Decision
-from pipeline.sharding.ranks import Parallel
 
 ENGINE, PYTORCH = "tensorrt_llm", "llmapi"
 FIRST_FP8 = 89
@@ -31,40 +27,6 @@ def of_backend(backend: str, find: Callable[[Case], str | None]) -> Callable[[Ca
 def of_both(find: Callable[[Case], str | None]) -> Callable[[Case], str | None]:
     """`find` where TensorRT-LLM runs the model, by either of its backends."""
     return lambda case: find(case) if case.config.target.world.foreign else None
-
-
-def make_ask(case: Case) -> Ask:
-    """What TensorRT-LLM would be asked to run."""
-    return Ask(
-        architecture=case.architecture,
-        linears=tuple(_list_linears(case)),
-        dtype=case.dtype,
-        parallel=Parallel(**case.parallel.model_dump()),
-        sm=case.gpu.sm,
-    )
-
-
-def _list_linears(case: Case) -> list[StoredLinear]:
-    """As `quantize` will store them; where it leaves all as they are, the source's own FP8 stays in blocks."""
-    rules, kept = case.quantize.rules, BLOCKS if case.kept_fp8 else None
-    found = []
-    for kind in case.kinds:
-        first, (rows, columns) = kind.first, kind.first.target_shape
-        # A model with latent attention is refused whatever its linears are, and V3 has 45,000 of them.
-        names = kind.names() if case.architecture.latent is None else (first.target,)
-        for index, name in enumerate(names):
-            decision = rules.decide(name, first.role, (rows, columns))
-            linear = StoredLinear(
-                name=name.removesuffix(".weight"),
-                out_features=rows,
-                in_features=columns,
-                expert=None if first.expert is None else index % kind.experts,
-                format=kept,
-            )
-            if isinstance(decision, Decision):
-                linear = replace(linear, format=decision.format, group=decision.group)
-            found.append(linear)
-    return found
 
 
 def _make_rule(limit: Limit) -> Rule:

@@ -1,0 +1,49 @@
+"""What a config asks of TensorRT-LLM's engines: the model, and each linear as it will be stored."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+from typing import TYPE_CHECKING
+
+from pipeline.engine.tensorrt_llm.ask import Ask, StoredLinear
+from pipeline.quantization.selection import Decision
+from pipeline.sharding.ranks import Parallel
+
+if TYPE_CHECKING:
+    from pipeline.config.case import Case
+
+BLOCKS = "fp8_blocks"
+
+
+def make_ask(case: Case) -> Ask:
+    """What TensorRT-LLM would be asked to run."""
+    return Ask(
+        architecture=case.architecture,
+        linears=tuple(_list_linears(case)),
+        dtype=case.dtype,
+        parallel=Parallel(**case.parallel.model_dump()),
+        sm=case.gpu.sm,
+    )
+
+
+def _list_linears(case: Case) -> list[StoredLinear]:
+    """As `quantize` will store them; where it leaves all as they are, the source's own FP8 stays in blocks."""
+    rules, kept = case.quantize.rules, BLOCKS if case.kept_fp8 else None
+    found = []
+    for kind in case.kinds:
+        first, (rows, columns) = kind.first, kind.first.target_shape
+        # A model with latent attention is refused whatever its linears are, and V3 has 45,000 of them.
+        names = kind.names() if case.architecture.latent is None else (first.target,)
+        for index, name in enumerate(names):
+            decision = rules.decide(name, first.role, (rows, columns))
+            linear = StoredLinear(
+                name=name.removesuffix(".weight"),
+                out_features=rows,
+                in_features=columns,
+                expert=None if first.expert is None else index % kind.experts,
+                format=kept,
+            )
+            if isinstance(decision, Decision):
+                linear = replace(linear, format=decision.format, group=decision.group)
+            found.append(linear)
+    return found
