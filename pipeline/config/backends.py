@@ -22,24 +22,19 @@ OWN_GIVES = (
     "latent attention (MLA) and INT4 experts in an engine",
     "serving on a machine without a GPU, by the interpreter",
 )
-QUANTIZED_CACHE = "an FP8 KV cache"
 BACKENDS = {
     "tensorrt_rtx": BackendRow(flavour="trtseek", world=f"{OWN}-RTX, on any x86-64 host", gives=OWN_GIVES),
     "tensorrt": BackendRow(flavour="trtseek", world=f"{OWN} 11, on the GPU itself", gives=OWN_GIVES),
     "tensorrt_llm": BackendRow(
         flavour="tensorrtllm",
         world="the TensorRT engines of TensorRT-LLM 1.2.1, the last stable release that builds them",
-        gives=(
-            QUANTIZED_CACHE,
-            "TensorRT-LLM's kernels and C++ executor, of a release that is not developed on",
-        ),
+        gives=("TensorRT-LLM's kernels and C++ executor, of a release that is not developed on",),
         foreign=True,
     ),
     "llmapi": BackendRow(
         flavour="llmapi",
         world="TensorRT-LLM's PyTorch backend (LLM API), from 1.3 on the only one: it loads Hugging Face checkpoints",
         gives=(
-            QUANTIZED_CACHE,
             "no engine to be built",
             "what TensorRT-LLM is developed on, DeepSeek-V3 included",
         ),

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING
 
+from pipeline.network.spec import CACHE_PLUGINS
 from pipeline.quantization.selection import FORMATS, METHODS, Decision
 
 if TYPE_CHECKING:
@@ -87,6 +88,23 @@ def find_split_experts(case: Case) -> str | None:
                 "which has one"
             )
     return None
+
+
+def find_fp8_cache(case: Case) -> str | None:
+    if case.quantize.kv_cache != "fp8" or case.gpu.has("fp8"):
+        return None
+    return f"an FP8 KV cache needs SM89 or later; the {case.gpu.name} is SM{case.gpu.sm}"
+
+
+def find_cache_without_plugins(case: Case) -> str | None:
+    kind, lowering = case.quantize.kv_cache, case.build.lowering.model_dump()
+    missing = [name for name in CACHE_PLUGINS if lowering[name] != "plugin"]
+    if kind == "none" or not missing or case.config.target.world.foreign:
+        return None
+    return (
+        f"TensorRT's own cache layer takes no 8-bit one: a KV cache in {kind} is written and read by the plugins "
+        f"{' and '.join(CACHE_PLUGINS)}, and {' and '.join(missing)} would be native"
+    )
 
 
 def find_lone_cache(case: Case) -> str | None:

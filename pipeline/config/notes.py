@@ -44,22 +44,12 @@ def _note_made_blocks(case: Case) -> str | None:
     )
 
 
-def _note_cache_scales(case: Case) -> str | None:
-    wanted = case.quantize.kv_cache
-    if wanted == "none" or case.config.target.world.foreign:
-        return None
-    return (
-        f"scales for a KV cache in {wanted} are calibrated and stored, and this engine does not use them: its cache "
-        f"stays in {case.dtype}, since TensorRT's own cache layer takes no 8-bit one"
-    )
-
-
 def _note_unscaled_cache(case: Case) -> str | None:
     if case.quantize.kv_cache == "none" or case.config.target.backend != "llmapi":
         return None
     return (
         f"the PyTorch backend is told to keep its KV cache in {case.quantize.kv_cache}, without the scales that are "
-        "calibrated: the checkpoint has no place for them, and verify has not measured what that costs"
+        "calibrated: the checkpoint has no place for them, and verify measures the cache that has them"
     )
 
 
@@ -126,7 +116,6 @@ NOTES: tuple[Rule, ...] = (
     Rule("weights_come_later", "stages.build.weights", _note_stripped, ""),
     Rule("fp8_saves_memory", "stages.convert.dtype", _note_fp8_blocks, ""),
     Rule("made_blocks_save_memory", "stages.quantize.method", _note_made_blocks, ""),
-    Rule("cache_stays_wide", "stages.quantize.kv_cache", _note_cache_scales, ""),
     Rule("cache_is_unscaled", "stages.quantize.kv_cache", _note_unscaled_cache, ""),
     Rule("plugins_are_new", "stages.build.lowering", _note_plugins, ""),
     Rule("no_experts", "stages.build.lowering.moe_experts", _note_no_experts, ""),

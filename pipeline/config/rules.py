@@ -159,6 +159,13 @@ RULES: tuple[Rule, ...] = (
         format_rules.find_lone_cache,
         "name a method, or set kv_cache: none",
     ),
+    Rule("fp8_cache_needs_sm89", "stages.quantize.kv_cache", format_rules.find_fp8_cache, "set kv_cache: none or int8"),
+    Rule(
+        "cache_is_the_plugins",
+        "stages.quantize.kv_cache",
+        format_rules.find_cache_without_plugins,
+        "set stages.build.lowering.rope_paged_kv and paged_attention: plugin, or kv_cache: none",
+    ),
     Rule("context_of_model", "stages.build.max_seq_len", _find_long_sequences, "lower max_seq_len"),
     Rule("text_within_context", "stages", _find_long_text, "shorten the pieces"),
     Rule(

@@ -89,8 +89,8 @@ class Quantize(Section):
     )
     kv_cache: Literal["none", "fp8", "int8"] = Field(
         default="none",
-        description="Calibrate and store a scale for each layer's quantized KV cache. TensorRT-LLM's engines have such "
-        "a cache; trtseek's own stays in the model's type.",
+        description="Type of the KV cache; each layer's scale is calibrated and stored. TensorRT-LLM's engines have "
+        "such a cache, trtseek's own where build.lowering.rope_paged_kv and paged_attention are plugins.",
     )
     group_size: GroupSize = Field(
         default=128,

@@ -12,7 +12,6 @@ from pipeline.config.rules import Rule
 from pipeline.engine.tensorrt_llm.support import LIMITS, Limit
 
 ENGINE, PYTORCH = "tensorrt_llm", "llmapi"
-FIRST_FP8 = 89
 BLOCKS = "fp8_blocks"
 # What its mixed precision has none of, but `recipe: auto` may choose.
 NEVER_MIXED = ("int8", BLOCKS)
@@ -57,12 +56,6 @@ def _find_unmixed(case: Case) -> str | None:
     return f"auto may choose {' and '.join(offered)}, which TensorRT-LLM's mixed precision has not"
 
 
-def _find_cache(case: Case) -> str | None:
-    if case.quantize.kv_cache == "fp8" and case.gpu.sm < FIRST_FP8:
-        return f"an FP8 KV cache needs SM{FIRST_FP8} or later; the {case.gpu.name} is SM{case.gpu.sm}"
-    return None
-
-
 def _find_integer_cache(case: Case) -> str | None:
     return "an INT8 KV cache: the PyTorch backend has FP8 ones" if case.quantize.kv_cache == "int8" else None
 
@@ -91,7 +84,6 @@ TENSORRT_LLM_RULES: tuple[Rule, ...] = (
         of_backend(ENGINE, _find_unmixed),
         "set stages.quantize.sensitivity.formats: [int4, fp8]",
     ),
-    Rule("fp8_cache_needs_sm89", "stages.quantize.kv_cache", of_both(_find_cache), "set kv_cache: none or int8"),
     Rule(
         "no_int8_cache",
         "stages.quantize.kv_cache",

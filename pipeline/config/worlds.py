@@ -59,8 +59,6 @@ def _look(backend: str, config: Config, architecture: Architecture, tensors: Map
     except TrtseekError as error:  # sizes that no rank of its could have
         reasons = (error.message,)
     loses = [".".join(path) for path in dropped]
-    if config.stages.quantize.kv_cache != "none" and own.foreign and not row.foreign:
-        loses.append(f"the {config.stages.quantize.kv_cache.upper()} KV cache, which stays in {case.dtype}")
     gains = tuple(text for text in row.gives if text not in own.gives)
     return World(backend=backend, row=row, reasons=reasons, loses=tuple(loses), gains=gains)
 

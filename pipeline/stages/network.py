@@ -30,12 +30,13 @@ def proved_digests(inputs: Mapping[str, Artifact]) -> list[str]:
 
 def network_parameters(config: Config) -> Mapping[str, Any]:
     """What of the config shapes the network, for fingerprints."""
-    build = config.stages.build
+    build, cache = config.stages.build, config.stages.quantize.kv_cache
     return {
         "block_size": build.block_size,
         "max_seq_len": build.max_seq_len,
         "moe": build.moe,
         "expert_payload": build.expert_payload,
+        "kv_cache": "model" if cache == "none" or config.target.world.foreign else cache,
         "lowering": build.lowering.model_dump(mode="json"),
     }
 

@@ -80,6 +80,7 @@ def find(name, case):
 
 # rule, broken settings, settings that keep it, a piece of the message
 AUTO = {"stages.quantize.recipe": {"auto": True}, "stages.quantize.budget": {"kl": 0.02}}
+LOWERING = "stages.build.lowering"
 ROW = {"pattern": "*.attention.dense", "method": "int8"}
 SETTINGS = [
     ("recipe_comes_later", AUTO, {}, "as if every linear became awq in groups of 128"),
@@ -216,7 +217,23 @@ SETTINGS = [
         {"stages.quantize.kv_cache": "fp8", "stages.quantize.method": "rtn"},
         "kv_cache: fp8 with method: none",
     ),
-    ("cache_stays_wide", {"stages.quantize.kv_cache": "int8"}, {}, "stays in bfloat16"),
+    (
+        "cache_is_the_plugins",
+        {"stages.quantize.kv_cache": "int8", f"{LOWERING}.rope_paged_kv": "plugin"},
+        {
+            "stages.quantize.kv_cache": "int8",
+            f"{LOWERING}.rope_paged_kv": "plugin",
+            f"{LOWERING}.paged_attention": "plugin",
+        },
+        "a KV cache in int8 is written and read by the plugins rope_paged_kv and paged_attention, and paged_attention "
+        "would be native",
+    ),
+    (
+        "fp8_cache_needs_sm89",
+        {"stages.quantize.kv_cache": "fp8"},
+        {"stages.quantize.kv_cache": "fp8", "target.gpu": "L4"},
+        "an FP8 KV cache needs SM89 or later; the A100-80GB is SM80",
+    ),
     (
         "cache_is_unscaled",
         {"target.gpu": "H100", "target.backend": "llmapi", "stages.quantize.kv_cache": "fp8"},
@@ -457,7 +474,11 @@ def test_linears_are_not_listed_where_nothing_asks(monkeypatch):
 
 
 @pytest.mark.parametrize(
-    "name", ["a100-int4", "a100-int4-plugins", "a100-int4-coder", "rtx-int4", "rtx5090-int4", "a10-int4", "l40s-fp8"]
+    "name",
+    [
+        *("a100-int4", "a100-int4-plugins", "a100-int4-coder", "rtx-int4", "rtx5090-int4", "a10-int4"),
+        *("l40s-fp8", "l40s-fp8-kv8"),
+    ],
 )
 def test_the_examples_fit_their_models(name, monkeypatch):
     monkeypatch.chdir(Path(__file__).parents[2])
