@@ -5,13 +5,14 @@ from __future__ import annotations
 import contextlib
 import os
 import re
-from collections.abc import Iterable
+from collections.abc import Iterable, Iterator
 from pathlib import Path
 
 from pipeline.triton.keeper import OWNER, SHARED_MEMORY, remove_unclaimed
 
 PREFIX = "trtseek"  # of the names under /dev/shm
 STUB = "triton_python_backend_stub"
+RANK = "pipeline.runtime.rank_process"
 _OWNER_NAME = re.compile(rf"({PREFIX}_\d+_[0-9a-f]{{8}}_){OWNER}")
 
 
@@ -22,15 +23,19 @@ def is_alive(pid: int | None) -> bool:
 
 
 def find_stubs(parent: int) -> dict[int, str]:
-    """The stubs among a server's children, by process id, each with its command line."""
-    found = {}
+    """A server's models by process id, each with its stub's command line: the stubs among its children, and the other
+    ranks that a stub leads, without which it is of no use."""
+    stubs = {pid: command for pid, command in _list_children(parent) if STUB in command}
+    return stubs | {rank: own for pid, own in stubs.items() for rank, command in _list_children(pid) if RANK in command}
+
+
+def _list_children(parent: int) -> Iterator[tuple[int, str]]:
+    """Process id and command line of each that has not ended."""
     for entry in os.scandir("/proc"):
         if entry.name.isdigit() and (state := _read_stat(int(entry.name))) and state[1] == parent and state[0] != "Z":
             with contextlib.suppress(OSError):
                 command = Path(entry.path, "cmdline").read_bytes().replace(b"\0", b" ").decode(errors="replace")
-                if STUB in command:
-                    found[int(entry.name)] = command.strip()
-    return found
+                yield int(entry.name), command.strip()
 
 
 def processor_time(pids: Iterable[int]) -> float:

@@ -121,9 +121,8 @@ class Supervisor:
     def _find_problem(self) -> str | None:
         if not self.server.running:
             return "tritonserver has ended"
-        present = self.server.stubs
-        if gone := [model for pid, model in self._models.items() if pid not in present]:
-            return f"the process of {', '.join(gone)} has ended"
+        if gone := self._list_dead():
+            return f"a process of {', '.join(gone)} has ended"
         if error := self._canary.look(self.server.addresses, self.patience):
             return f"a canary request failed: {error}"
         return None
@@ -148,10 +147,8 @@ class Supervisor:
             )
         self._say(problem)
         if self.server.running:
-            present = self.server.stubs
-            dead = [model for pid, model in self._models.items() if pid not in present]
             try:
-                self._reload(dead or ["tensorrt_llm"])
+                self._reload(self._list_dead() or ["tensorrt_llm"])
                 return
             except TrtseekError as error:
                 self._say(f"loading it again did not help: {error.message}")
@@ -166,6 +163,11 @@ class Supervisor:
             self.server.control.load(model, deadline=self.patience.start)
         seconds = self._confirm()
         self._say(f"{', '.join(models)} loaded again, a request answered in {format_seconds(seconds)}")
+
+    def _list_dead(self) -> list[str]:
+        """The models of which a process has ended: the stub, or a rank."""
+        present = self.server.stubs
+        return list(dict.fromkeys(model for pid, model in self._models.items() if pid not in present))
 
     def _list_models(self) -> dict[int, str]:
         """The models' processes, by process id: a stub's command line names its model's file."""

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import os
 import signal
+import threading
 import time
 from collections.abc import Iterator
 from pathlib import Path
@@ -11,12 +12,14 @@ from pathlib import Path
 import pytest
 
 from pipeline.runtime.errors import ServingError
+from pipeline.triton.addresses import Addresses
 from pipeline.triton.client import Client
 from pipeline.triton.errors import ServerError
 from pipeline.triton.installation import find_installation
 from pipeline.triton.processes import is_alive
 from pipeline.triton.query import Query
 from pipeline.triton.server import TritonServer
+from pipeline.triton.supervisor import Patience, Supervisor
 from tests.serving.support import Served, make_config, serve_package
 
 PROMPTS = [[5, 6, 7, 8, 9], list(range(60, 100)), [3]]
@@ -30,38 +33,54 @@ def halved(tmp_path_factory: pytest.TempPathFactory, llama_path: Path) -> Served
 
 
 @pytest.fixture(scope="module")
-def pair(halved: Served, tmp_path_factory: pytest.TempPathFactory) -> Iterator[TritonServer]:
-    server = TritonServer(
-        find_installation(),
-        repository=halved.repository.path,
-        backends=[halved.repository.backends],
-        log=tmp_path_factory.mktemp("pair") / "server.log",
-        grace=5,
+def pair(halved: Served, tmp_path_factory: pytest.TempPathFactory) -> Iterator[Supervisor]:
+    """As `trtseek serve` keeps it, but that no canary is sent once it serves."""
+    log = tmp_path_factory.mktemp("pair") / "server.log"
+
+    def make_server(addresses: Addresses) -> TritonServer:
+        return TritonServer(
+            find_installation(),
+            repository=halved.repository.path,
+            backends=[halved.repository.backends],
+            log=log,
+            addresses=addresses,
+        )
+
+    supervisor = Supervisor(
+        make_server,
+        addresses=Addresses().resolve(),
+        max_bytes=1 << 20,
+        patience=Patience(start=240, every=3600, grace=5),
+        say=lambda _: None,
     )
-    with server:
-        server.start(deadline=240)
-        yield server
+    try:
+        supervisor.start()
+        yield supervisor
+    finally:
+        supervisor.close()
 
 
-def find_followers() -> list[int]:
+def find_followers(server: TritonServer) -> list[int]:
+    """The ranks that its stubs lead."""
     found = []
     for entry in Path("/proc").iterdir():
-        if entry.name.isdigit():
+        if entry.name.isdigit() and is_alive(int(entry.name)):
             try:
-                command = (entry / "cmdline").read_bytes()
+                command, stat = (entry / "cmdline").read_bytes(), (entry / "stat").read_text()
             except OSError:
                 continue
-            if b"pipeline.runtime.rank_process" in command and is_alive(int(entry.name)):
+            parent = int(stat.rpartition(")")[2].split()[1])
+            if b"pipeline.runtime.rank_process" in command and parent in server.stubs:
                 found.append(int(entry.name))
     return found
 
 
-def ask(server: TritonServer, prompt: list[int]) -> list[int]:
-    with Client(f"127.0.0.1:{server.addresses.grpc}") as client:
+def ask(pair: Supervisor, prompt: list[int]) -> list[int]:
+    with Client(f"127.0.0.1:{pair.server.addresses.grpc}") as client:
         return client.ask(Query(input_ids=prompt, options={"max_tokens": NEW, "end_id": -1}), timeout=120).output_ids
 
 
-def test_two_ranks_answer_as_one(pair: TritonServer, halved: Served) -> None:
+def test_two_ranks_answer_as_one(pair: Supervisor, halved: Served) -> None:
     assert [ask(pair, prompt) for prompt in PROMPTS] == halved.generate(PROMPTS, NEW)
 
 
@@ -72,22 +91,26 @@ def test_a_package_lists_every_ranks_engine(halved: Served) -> None:
     assert names == {"engine.json", *ranks}
 
 
-def test_a_rank_that_dies_fails_requests_and_does_not_hang_them(pair: TritonServer) -> None:
-    """The last test of this server: it is loaded again by `serve`, as one whose backend died."""
-    mine = [pid for pid in find_followers() if is_below(pid, pair)]
-    assert len(mine) == 1
-    os.kill(mine[0], signal.SIGKILL)
-    with pytest.raises((ServingError, ServerError)) as caught:
+def test_a_rank_that_dies_fails_requests_and_the_model_is_loaded_again(pair: Supervisor, halved: Served) -> None:
+    (dead,) = find_followers(pair.server)
+    os.kill(dead, signal.SIGKILL)
+    with pytest.raises((ServingError, ServerError), match="rank 1"):
         ask(pair, PROMPTS[0])
-    assert "rank 1" in str(caught.value)
-    pair.stop()
+    pair.ready = False
+    watch = threading.Thread(target=pair.run)
+    watch.start()
+    try:
+        end = time.monotonic() + 240
+        while not pair.ready and watch.is_alive() and time.monotonic() < end:
+            time.sleep(0.1)
+    finally:
+        pair.stop()
+        watch.join()
+    (follower,) = find_followers(pair.server)
+    assert ask(pair, PROMPTS[1]) == halved.generate(PROMPTS[1:2], NEW)[0]
+    pair.close()
     end = time.monotonic() + 20
-    while is_alive(mine[0]) and time.monotonic() < end:
+    while (is_alive(dead) or is_alive(follower)) and time.monotonic() < end:
         time.sleep(0.1)
-    assert not is_alive(mine[0])
-
-
-def is_below(pid: int, server: TritonServer) -> bool:
-    """Whether the process was started by one of the server's stubs."""
-    stat = Path(f"/proc/{pid}/stat").read_text()
-    return int(stat.rpartition(")")[2].split()[1]) in server.stubs
+    assert not is_alive(dead)
+    assert not is_alive(follower)
