@@ -20,20 +20,14 @@ if TYPE_CHECKING:
     from pipeline.checkpoint.tensors import TensorInfo
     from pipeline.config.schema import Config
 
-_BYTE_CACHES = ("fp8", "int8")
-
 
 def describe_foreign_memory(
     config: Config, architecture: Architecture, tensors: Mapping[str, TensorInfo]
 ) -> dict[str, Any]:
     """Bytes of weights and of a token's cache, and how many tokens the rest would hold if nothing else were there; of
     several GPUs, those of the one with the heaviest layers."""
-    from pipeline.checkpoint.tensors import MODEL_DTYPE_BYTES
-
     own = describe_memory(config, architecture, tensors)
     per_token = own["kv_bytes_per_token"]
-    if config.stages.quantize.kv_cache in _BYTE_CACHES:
-        per_token //= MODEL_DTYPE_BYTES[config.stages.convert.dtype or architecture.dtype]
     build, package = config.stages.build, config.stages.package
     left = own["gpu_bytes"] - own["weights_bytes"] - own["reserve_bytes"]
     tokens = max(0, int(left * package.kv_cache_free_gpu_mem_fraction) // per_token)

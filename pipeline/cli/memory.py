@@ -22,17 +22,26 @@ def describe_memory(config: Config, architecture: Architecture, tensors: Mapping
     from pipeline.config.case import Case
     from pipeline.engine.memory import RESERVE_BYTES, fit_batches, plan_memory
     from pipeline.engine.split import Split
+    from pipeline.network.spec import Lowering
 
     dtype = config.stages.convert.dtype or architecture.dtype
     build, rules = config.stages.build, config.stages.quantize.rules
-    limits, moe = build.limits(), "plugin" if build.lowering.moe_experts == "plugin" else build.moe
+    limits, cache = build.limits(), config.stages.quantize.kv_cache
     fp8 = Case(config=config, architecture=architecture, tensors=tensors).kept_fp8 is not None
     split = Split(**config.target.parallel.model_dump())
-    plan = plan_memory(architecture, dtype=dtype, limits=limits, rules=rules, fp8=fp8, moe=moe, split=split)
+    options: dict[str, Any] = {
+        "dtype": dtype,
+        "limits": limits,
+        "rules": rules,
+        "fp8": fp8,
+        "moe": build.moe,
+        "lowering": Lowering(**build.lowering.model_dump()),
+        "kv_cache": "model" if cache == "none" else cache,
+        "split": split,
+    }
+    plan = plan_memory(architecture, **options)
     gpu_bytes = config.target.device.memory_bytes
-    fits = fit_batches(
-        architecture, gpu_bytes=gpu_bytes, dtype=dtype, limits=limits, rules=rules, fp8=fp8, moe=moe, split=split
-    )
+    fits = fit_batches(architecture, gpu_bytes=gpu_bytes, **options)
     return {
         "gpu": config.target.gpu,
         "gpus": split.gpus,

@@ -1,7 +1,8 @@
 """What kernels TensorRT-RTX 1.7 makes of a decoder, as far as they need memory, from the architecture alone.
 
 Read off compiled engines, and held against them in tests. A change of pipeline/network that moves a workspace by more
-than a tenth shows there.
+than a tenth shows there. rope_paged_kv, which updates its inputs, parts a graph in two: these take turns in one memory,
+and the tensors between them have memory of their own.
 
 Sizes: T rows, B sequences, Q rows of the longest, K cache rows of the longest, N rows of logits (all of the profile's
 largest); h, kv, d heads, KV heads, head size; R, P, D = R + P widths of the latent; e bytes of the model's type.
@@ -16,6 +17,8 @@ from pipeline.engine.mlp_kernels import MLPS, dense_mlp
 from pipeline.engine.myelin import GRANULE
 from pipeline.engine.step import FLOAT32, FORKED_GATHER, INT32, Buffers, Step, add_norm
 from pipeline.engine.workspace import Buffer, Workspace, align, place
+from pipeline.network.lowering import ATTENTION, attention_plugins
+from pipeline.network.spec import Lowering, NetworkSpec
 
 # The widest head for which there is a fused attention kernel; a wider latent becomes GEMM, softmax, GEMM.
 WIDEST_FUSED_HEAD = 256
@@ -36,25 +39,62 @@ def plan_workspace(
     moe: str,
     exchanged: int = 1,
     fp8: bool = False,
+    lowering: Lowering = Lowering(),  # noqa: B008 (frozen)
 ) -> Workspace:
     """The workspace that an engine will state for this profile, and what it is made of. exchanged: how many GPUs send
     their rows to the routed experts here, each at worst all of them. fp8: linears are in FP8 blocks, each of which is
     dequantized into the workspace before its GEMM."""
     sizes = {**profile.maximum, "K": profile.maximum["MB"] * block_size}
-    step = Step(a=architecture, n=sizes, e=MODEL_DTYPE_BYTES[dtype], moe=moe, exchanged=exchanged, fp8=fp8)
+    spec = NetworkSpec(dtype=dtype, max_seq_len=sizes["K"], block_size=block_size, lowering=lowering)
+    attention = attention_plugins(architecture, spec).get(ATTENTION)
+    step = Step(
+        a=architecture,
+        n=sizes,
+        e=MODEL_DTYPE_BYTES[dtype],
+        moe="plugin" if lowering.moe_experts == "plugin" else moe,
+        exchanged=exchanged,
+        fp8=fp8,
+        lowering=lowering,
+        attention_scratch=attention.scratch_bytes(()) if attention else 0,
+    )
     step.plan.single = fp8
     layers = range(architecture.num_layers)
     kinds = [[layer for layer in layers if architecture.is_routed(layer) is routed] for routed in (False, True)]
     _write_decoder(step, sorted(layer for kind in kinds for layer in kind[:_LAYERS_THAT_COUNT]))
     placed = place(step.plan.buffers)
-    return Workspace(nbytes=align(int(placed.nbytes * (1 + MARGIN)), GRANULE), terms=placed.terms)
+    terms = placed.terms + tuple(_list_between(step).items())
+    nbytes = int(sum(nbytes for _, nbytes in terms) * (1 + MARGIN))
+    return Workspace(nbytes=align(nbytes, GRANULE), terms=tuple(sorted(terms, key=lambda term: -term[1])))
+
+
+def _list_between(s: Step) -> dict[str, int]:
+    """What lies between the graphs that rope_paged_kv parts: its inputs and outputs, the residual before and after a
+    layer, and the mask where attention is TensorRT's."""
+    if s.rotates:
+        return {}
+    a, t, e = s.a, s.n["T"], s.e
+    found = {f"residual_{i}": s.hidden for i in range(2)}
+    if s.attends:
+        found["mask"] = s.n["B"] * s.n["Q"] * (a.num_heads if a.latent else 1) * s.n["K"]
+    if a.latent is None:
+        query, width = a.num_heads * a.head_dim, (a.num_heads + 2 * a.num_kv_heads) * a.head_dim
+        return found | {"qkv": t * width * e, "query": t * query * e}
+    latent, h = a.latent, a.num_heads
+    widths = {
+        "query_projection": h * latent.qk_head_dim,
+        "absorbed": h * latent.kv_lora_rank,
+        "content": latent.kv_lora_rank,
+        "compressed": latent.latent_dim,
+        "query": h * latent.latent_dim,
+    }
+    return found | {name: t * width * e for name, width in widths.items()}
 
 
 def _write_decoder(s: Step, layers: list[int]) -> None:
     # Which rows go to which block: a few integers per block and per row, read by every layer's cache update.
     blocks = {f"block_rows_{i}": s.n["NB"] * INT32 for i in range(2)}
     rows = {f"row_blocks_{i}": s.n["T"] * INT32 for i in range(4)}
-    indices = s.plan.kernel(**blocks, **rows)
+    indices = s.plan.kernel(**blocks, **rows) if s.rotates else ()
     state = s.plan.kernel(residual=s.hidden, normal=s.hidden)
     for layer in layers:
         state = (_latent_attention if s.a.latent else _grouped_attention)(s, *state)
@@ -66,22 +106,37 @@ def _write_decoder(s: Step, layers: list[int]) -> None:
 
 def _make_shared(s: Step, *, mask_rows: int, rotary: int) -> dict[str, int]:
     """What the first layer's kernels write beside their own: the mask as numbers of the model's type, but as bool where
-    the generation phase's kernel takes it."""
+    the generation phase's kernel takes it. No plugin wants any of it."""
     if s.shared:
         return {}
     narrow = s.is_generation and mask_rows == 1
-    return {
-        "mask": s.n["B"] * s.n["Q"] * mask_rows * s.n["K"] * (1 if narrow else s.e),
-        "cos": s.n["T"] * rotary // 2 * FLOAT32,
-        "sin": s.n["T"] * rotary // 2 * FLOAT32,
-    }
+    mask = s.n["B"] * s.n["Q"] * mask_rows * s.n["K"] * (1 if narrow else s.e)
+    turns = s.n["T"] * rotary // 2 * FLOAT32
+    return ({"mask": mask} if s.attends else {}) | ({"cos": turns, "sin": turns} if s.rotates else {})
 
 
 def _grouped_attention(s: Step, residual: Buffer, normal: Buffer) -> Buffers:
     h, kv, d, n, e = s.a.num_heads, s.a.num_kv_heads, s.a.head_dim, s.n, s.e
     (qkv,) = s.linear(normal, out=(h + 2 * kv) * d, width=s.a.hidden_size, qkv=n["T"] * (h + 2 * kv) * d * e)
-    query, *made = s.plan.kernel(qkv, query=n["B"] * n["Q"] * h * d * e, **_make_shared(s, mask_rows=1, rotary=d))
+    rows = n["B"] * n["Q"] if s.attends else n["T"]
+    query, *made = s.plan.kernel(qkv, query=rows * h * d * e, **_make_shared(s, mask_rows=1, rotary=d))
     s.shared = s.shared or tuple(made)
+    packed = _padded_attention(s, query) if s.attends else _plugin_attention(s, query, h * d)
+    (dense,) = s.linear(packed, out=s.a.hidden_size, width=h * d, dense=s.hidden)
+    return add_norm(s, residual, dense)
+
+
+def _plugin_attention(s: Step, query: Buffer, width: int) -> Buffer:
+    """Over the pools themselves, packed rows in and out."""
+    (out, _) = s.plan.kernel(
+        query, *s.shared, attention=s.n["T"] * width * s.e, attention_workspace=s.attention_scratch
+    )
+    return out
+
+
+def _padded_attention(s: Step, query: Buffer) -> Buffer:
+    """Over gathered pages → packed rows."""
+    h, kv, d, n, e = s.a.num_heads, s.a.num_kv_heads, s.a.head_dim, s.n, s.e
     pages = n["B"] * n["K"] * kv * d * e
     (keys,) = s.plan.kernel(gathered_keys=pages)
     (values,) = s.plan.kernel(gathered_values=pages)
@@ -94,8 +149,7 @@ def _grouped_attention(s: Step, residual: Buffer, normal: Buffer) -> Buffers:
         (soft,) = s.plan.kernel(raw, *s.shared, probabilities=scores)
         (out,) = s.plan.gemm(soft, values, attention=attention)
     (packed,) = s.plan.kernel(out, packed=n["T"] * h * d * e)
-    (dense,) = s.linear(packed, out=s.a.hidden_size, width=h * d, dense=s.hidden)
-    return add_norm(s, residual, dense)
+    return packed
 
 
 def _latent_attention(s: Step, residual: Buffer, normal: Buffer) -> Buffers:
@@ -108,8 +162,11 @@ def _latent_attention(s: Step, residual: Buffer, normal: Buffer) -> Buffers:
     # Two halves of one weight, dequantized together: the second waits for the attention's output.
     halves = (h * latent.qk_nope_head_dim, v)
     key, value = [s.dequantize(part * latent.kv_lora_rank) for part in halves]
-    out = (_fused_latent if fused else _decomposed_latent)(s, latent, content, rotary, key)
-    (packed,) = s.plan.kernel(out, packed=t * h * latent.kv_lora_rank * e)
+    if s.attends:
+        out = (_fused_latent if fused else _decomposed_latent)(s, latent, content, rotary, key)
+        (packed,) = s.plan.kernel(out, packed=t * h * latent.kv_lora_rank * e)
+    else:
+        packed = _plugin_latent(s, latent, content, rotary, key)
     (values,) = s.plan.gemm(packed, *value, values=t * v * e)
     (merged,) = s.plan.kernel(values, merged=t * v * e)
     (dense,) = s.linear(merged, out=s.a.hidden_size, width=v, dense=s.hidden)
@@ -134,6 +191,15 @@ def _latent_projections(s: Step, latent: LatentAttention, normal: Buffer) -> tup
         projected, wide, content=t * h * latent.qk_nope_head_dim * e, query_rotary_float32=rotary
     )
     return content, row
+
+
+def _plugin_latent(s: Step, latent: LatentAttention, content: Buffer, rotary: Buffer, key: Buffers) -> Buffer:
+    h, t = s.a.num_heads, s.n["T"]
+    (absorbed,) = s.plan.gemm(content, *key, absorbed=t * h * latent.kv_lora_rank * s.e)
+    shared = _make_shared(s, mask_rows=h, rotary=latent.qk_rope_head_dim)
+    query, *made = s.plan.kernel(absorbed, rotary, query=t * h * latent.latent_dim * s.e, **shared)
+    s.shared = s.shared or tuple(made)
+    return _plugin_attention(s, query, h * latent.kv_lora_rank)
 
 
 def _fused_latent(s: Step, latent: LatentAttention, content: Buffer, rotary: Buffer, key: Buffers) -> Buffer:
@@ -163,7 +229,8 @@ def _decomposed_latent(s: Step, latent: LatentAttention, content: Buffer, rotary
     s.plan.join()
     (query,) = s.plan.kernel(absorbed, rotary, query=rows * width * e)
     (raw,) = s.plan.gemm(query, keys, scores=rows * s.n["K"] * e)
-    shared = _make_shared(s, mask_rows=h, rotary=latent.qk_rope_head_dim)
+    # A mask that lies between graphs is read as it is.
+    shared = _make_shared(s, mask_rows=h, rotary=latent.qk_rope_head_dim) if s.rotates else {}
     soft, *made = s.plan.kernel(raw, *s.shared, probabilities=rows * s.n["K"] * e, **shared)
     s.shared = s.shared or tuple(made)
     (padded,) = s.plan.kernel(soft, probabilities_padded=rows * s.n["K"] * e)

@@ -17,7 +17,7 @@ from pipeline.engine.split import WHOLE, Split
 from pipeline.engine.weights import estimate_weights
 from pipeline.engine.workspace import Workspace
 from pipeline.network.inputs import Port, network_inputs, network_outputs
-from pipeline.network.spec import NetworkSpec
+from pipeline.network.spec import Lowering, NetworkSpec
 from pipeline.quantization.selection import NOTHING, Rules
 
 if TYPE_CHECKING:
@@ -67,12 +67,16 @@ def plan_memory(
     rules: Rules = NOTHING,
     fp8: bool = False,
     moe: str = "dense",
+    lowering: Lowering = Lowering(),  # noqa: B008 (frozen)
+    kv_cache: str = "model",
     split: Split = WHOLE,
 ) -> MemoryPlan:
     """What an engine of these limits needs; of a split model, the GPU with the heaviest layers. dtype: of 16/32-bit
-    weights, activations and the KV cache. fp8: linears stay in the source's FP8 blocks. moe: "dense" or "gather", or
-    "plugin" where moe_experts is one."""
-    part = _pick_part(architecture, dtype, limits, rules, fp8=fp8, moe=moe, split=split)
+    weights and activations, and of the KV cache if kv_cache is "model"; else that is "fp8" or "int8". fp8: linears stay
+    in the source's FP8 blocks. moe: "dense" or "gather", where moe_experts is native."""
+    part = _pick_part(
+        architecture, dtype, limits, rules, fp8=fp8, moe=moe, lowering=lowering, kv_cache=kv_cache, split=split
+    )
     profiles = limits.profiles()
     per_token = part.kv_bytes_per_token
     return MemoryPlan(
@@ -94,13 +98,17 @@ def fit_batches(
     rules: Rules = NOTHING,
     fp8: bool = False,
     moe: str = "dense",
+    lowering: Lowering = Lowering(),  # noqa: B008 (frozen)
+    kv_cache: str = "model",
     split: Split = WHOLE,
 ) -> tuple[Fit, ...]:
     """The largest batch for each length from 1K doubling up to max_seq_len, if the engine were built for just that.
 
     Keeps the limits' rows per context step; a context step holds no more sequences than the limits allow it.
     """
-    part = _pick_part(architecture, dtype, limits, rules, fp8=fp8, moe=moe, split=split)
+    part = _pick_part(
+        architecture, dtype, limits, rules, fp8=fp8, moe=moe, lowering=lowering, kv_cache=kv_cache, split=split
+    )
     return tuple(
         Fit(length=length, batch=_find_largest(_Needs(part=part, limits=limits, length=length).nbytes, gpu_bytes))
         for length in _lengths(limits.max_seq_len)
@@ -115,6 +123,7 @@ class _Part:
     architecture: Architecture
     spec: NetworkSpec
     moe: str
+    kv_cache: str
     weights: int
     exchanged: int
     fp8: bool
@@ -123,7 +132,8 @@ class _Part:
     @property
     def kv_bytes_per_token(self) -> int:
         per_layer = sum(heads * width for heads, width in self.architecture.cache_widths)
-        return per_layer * MODEL_DTYPE_BYTES[self.spec.dtype] * self.architecture.num_layers
+        width = MODEL_DTYPE_BYTES[self.spec.dtype] if self.kv_cache == "model" else 1
+        return per_layer * width * self.architecture.num_layers
 
     def plan(self, profile: Profile) -> Workspace:
         s = self.spec
@@ -135,6 +145,7 @@ class _Part:
             moe=self.moe,
             exchanged=self.exchanged,
             fp8=self.fp8,
+            lowering=s.lowering,
         )
 
     def io_bytes(self, profile: Profile) -> int:
@@ -150,6 +161,8 @@ def _pick_part(
     *,
     fp8: bool,
     moe: str,
+    lowering: Lowering,
+    kv_cache: str,
     split: Split,
 ) -> _Part:
     """The part with the most weights: of pipeline stages, the cache and the workspace are alike."""
@@ -160,13 +173,14 @@ def _pick_part(
         for layers in split.stages(architecture)
     }
     heaviest = max(weights, key=lambda layers: weights[layers])
-    spec = NetworkSpec(dtype=dtype, max_seq_len=limits.max_seq_len, block_size=limits.block_size)
+    spec = NetworkSpec(dtype=dtype, max_seq_len=limits.max_seq_len, block_size=limits.block_size, lowering=lowering)
     shrunk = split.shrink(architecture, heaviest)
     ports = (*network_inputs(shrunk, spec), network_outputs(shrunk, spec)[0])
     return _Part(
         architecture=shrunk,
         spec=spec,
         moe=moe,
+        kv_cache=kv_cache,
         weights=weights[heaviest],
         exchanged=split.exchanged(architecture),
         fp8=fp8,

@@ -6,6 +6,7 @@ from dataclasses import dataclass, field
 
 from pipeline.checkpoint.architecture import Architecture
 from pipeline.engine.workspace import Buffer, Schedule
+from pipeline.network.spec import Lowering
 
 # Kernels that do not need each other run on streams of their own where they are work enough: experts of this many
 # multiply-adds beside the router, a gather of this many elements beside the queries' GEMM (of any size, once a layer
@@ -21,12 +22,16 @@ Buffers = tuple[Buffer, ...]
 
 @dataclass(slots=True)
 class Step:
+    """attention_scratch: what the plugin paged_attention asks for, where it is one."""
+
     a: Architecture
     n: dict[str, int]
     e: int
     moe: str
     exchanged: int = 1
     fp8: bool = False
+    lowering: Lowering = field(default_factory=Lowering)
+    attention_scratch: int = 0
     plan: Schedule = field(default_factory=Schedule)
     # Made by the first layer, read by all: the mask, RoPE's rows of the tables.
     shared: Buffers = ()
@@ -35,6 +40,16 @@ class Step:
     @property
     def hidden(self) -> int:
         return self.n["T"] * self.a.hidden_size * self.e
+
+    @property
+    def rotates(self) -> bool:
+        """Whether RoPE and the cache's update are TensorRT's own."""
+        return self.lowering.rope_paged_kv == "native"
+
+    @property
+    def attends(self) -> bool:
+        """Whether attention is TensorRT's own."""
+        return self.lowering.paged_attention == "native"
 
     @property
     def is_generation(self) -> bool:

@@ -14,6 +14,7 @@ import numpy as np
 
 from pipeline.checkpoint.architecture import parse_architecture
 from pipeline.checkpoint.layouts import layout_for
+from pipeline.checkpoint.layouts.scales import cache_scale
 from pipeline.checkpoint.safetensors_file import write_safetensors
 from pipeline.checkpoint.tensors import RawTensor, TensorInfo
 from tests.fixtures import LLAMA_CONFIG, MOE_CONFIG, V2_CONFIG
@@ -35,9 +36,16 @@ _PATTERN = 65537  # values before a tensor repeats: a prime, so that rows differ
 
 
 def write_engine_checkpoint(
-    path: Path, config: dict[str, Any], *, int4: Collection[str] = (), group: int = 128, seed: int = 0
+    path: Path,
+    config: dict[str, Any],
+    *,
+    int4: Collection[str] = (),
+    group: int = 128,
+    seed: int = 0,
+    cache_scales: bool = False,
 ) -> Path:
-    """Writes config.json and one shard; `int4` names the roles to quantize. Streams: one tensor is held at a time."""
+    """Writes config.json and one shard; `int4` names the roles to quantize, `cache_scales` adds those of a quantized KV
+    cache. Streams: one tensor is held at a time."""
     path.mkdir(parents=True, exist_ok=True)
     (path / "config.json").write_text(json.dumps(config, indent=2) + "\n")
     dtype, _ = _TYPES[config["torch_dtype"]]
@@ -52,6 +60,8 @@ def write_engine_checkpoint(
             infos.append(TensorInfo(f"{base}.weights_scaling_factor", "F32", (rows, columns // group)))
         else:
             infos.append(TensorInfo(mapping.target, dtype, mapping.target_shape))
+    if cache_scales:
+        infos += [TensorInfo(cache_scale(layer), "F32", (1,)) for layer in range(config["num_hidden_layers"])]
     write_safetensors(path / "model.safetensors", infos, _draw(infos, seed), metadata={"format": "pt"})
     return path
 

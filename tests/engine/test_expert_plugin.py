@@ -76,8 +76,8 @@ def test_an_engine_carries_its_experts(write: Any, sm: int, tmp_path: Path) -> N
     architecture = CheckpointFolder.open(tmp_path / ("int4" if write is write_int4 else "blocks")).architecture
     for profile, stated in zip(LIMITS.profiles(), description.profiles, strict=True):
         planned = plan_workspace(
-            architecture, profile, dtype=architecture.dtype, block_size=LIMITS.block_size, moe="plugin",
-            fp8=write is convert_fp8,
+            architecture, profile, dtype=architecture.dtype, block_size=LIMITS.block_size, moe="dense",
+            fp8=write is convert_fp8, lowering=Lowering(moe_experts="plugin"),
         )  # fmt: skip
         assert stated.workspace_bytes is not None
         assert 1 <= planned.nbytes / stated.workspace_bytes <= 1.1, planned.terms[:8]

@@ -12,6 +12,7 @@ from pipeline.checkpoint.architecture import Architecture, parse_architecture
 from pipeline.checkpoint.layouts import layout_for
 from pipeline.engine.limits import BuildLimits, Rectangle
 from pipeline.engine.memory import estimate_weights, fit_batches, plan_memory
+from pipeline.network.spec import Lowering
 from pipeline.quantization.selection import Decision, Rules
 from tests.fixtures import LLAMA_CONFIG, V2_CONFIG, V3_CONFIG
 
@@ -50,6 +51,7 @@ V3_SIZES: dict[str, Any] = V2_CONFIG | {
     "v_head_dim": 128,
     "vocab_size": 129280,
 }
+PLUGINS = Lowering(rope_paged_kv="plugin", paged_attention="plugin")
 ROLES = ("experts", "shared_experts", "mlp", "attention_output")
 
 
@@ -145,6 +147,24 @@ def test_kv_cache() -> None:
     assert plan.pool_bytes == (4 * 64 + 1) * plan.kv_bytes_per_block
     latent = plan_memory(parse_architecture(V3_SIZES), dtype="bfloat16", limits=limits(4, 4096))
     assert latent.kv_bytes_per_token == 61 * 576 * 2
+    for kind in ("int8", "fp8"):
+        half = plan_memory(LLM_7B, dtype="float16", limits=limits(4, 4096), lowering=PLUGINS, kv_cache=kind)
+        assert (half.kv_bytes_per_token * 2, half.pool_bytes * 2) == (plan.kv_bytes_per_token, plan.pool_bytes)
+
+
+def test_attention_that_copies_no_pages_takes_less() -> None:
+    """And holds more sequences, a quantized cache about twice as many where the cache is what fills the GPU."""
+    given = limits(64, 4096)
+    native, plugin = (
+        plan_memory(LLM_7B, dtype="float16", limits=given, lowering=lowering) for lowering in (Lowering(), PLUGINS)
+    )
+    pages = 2 * 64 * 4096 * 32 * 128 * 2  # keys and values of one layer
+    assert native.workspaces[1][1].nbytes > pages > 20 * plugin.workspaces[1][1].nbytes
+    fits = [
+        fit_batches(LLM_7B, gpu_bytes=80 << 30, dtype="float16", limits=given, **options)[-1].batch
+        for options in ({}, {"lowering": PLUGINS}, {"lowering": PLUGINS, "kv_cache": "int8"})
+    ]
+    assert fits[0] < fits[1] and 1.9 < fits[2] / fits[1] < 2.1
 
 
 @pytest.mark.parametrize("gpu_gib", [24, 80])

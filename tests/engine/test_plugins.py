@@ -8,9 +8,11 @@ from typing import Any
 
 import pytest
 
+from pipeline.checkpoint.architecture import parse_architecture
 from pipeline.engine.builder import build_engine
-from pipeline.engine.description import load_description
+from pipeline.engine.description import EngineDescription, load_description
 from pipeline.engine.engine_file import inspect_engine
+from pipeline.engine.kernels import plan_workspace
 from pipeline.engine.limits import BuildLimits, Rectangle
 from pipeline.network.spec import Lowering, NetworkSpec
 from pipeline.sharding import Parallel, Rank
@@ -32,14 +34,14 @@ SPEC = NetworkSpec(
 )
 
 
-def build(folder: Path, config: dict[str, Any], spec: NetworkSpec = SPEC) -> Path:
-    write_engine_checkpoint(folder / "checkpoint", config)
+def build(folder: Path, config: dict[str, Any], spec: NetworkSpec = SPEC, sm: int = 80) -> Path:
+    write_engine_checkpoint(folder / "checkpoint", config, cache_scales=spec.kv_cache != "model")
     build_engine(
         backend="tensorrt_rtx",
         checkpoint=folder / "checkpoint",
         spec=spec,
         limits=LIMITS,
-        sm=80,
+        sm=sm,
         output=folder / "model.engine",
         log=folder / "build.log",
     )
@@ -71,6 +73,33 @@ def test_an_engine_carries_its_kernels(config: dict[str, Any], names: dict[str, 
     assert {tensor.name for tensor in engine.tensors} == {t.name for t in (*description.inputs, *description.outputs)}
     assert len(engine.profiles) == 2 and all(profile.workspace_bytes > 0 for profile in engine.profiles)
     assert not any("mha" in kernel for profile in engine.profiles for kernel in profile.graph.kernels)
+    check_workspace(description, config)
+
+
+@pytest.mark.parametrize(
+    ("config", "kind", "sm"), [(TINY_LLAMA, "int8", 80), (TINY_V2, "fp8", 89)], ids=["llama-int8", "v2-fp8"]
+)
+def test_an_engine_may_have_a_quantized_cache(config: dict[str, Any], kind: str, sm: int, tmp_path: Path) -> None:
+    path = build(tmp_path, config, replace(SPEC, kv_cache=kind), sm)
+    description, engine = load_description(tmp_path), inspect_engine(path)
+    assert description.spec.kv_cache == kind
+    pools = {tensor.name: tensor for tensor in engine.tensors if "_pool_" in tensor.name}
+    assert len(pools) == 4 * len(parse_architecture(config).cache_widths)
+    assert {tensor.dtype for tensor in pools.values()} == {kind}
+    assert {tensor.dtype for tensor in description.inputs if tensor.name in pools} == {kind}
+    assert all(kernel.sm == sm for plugin in description.plugins for kernel in plugin.kernels)
+    check_workspace(description, config)
+
+
+def check_workspace(description: EngineDescription, config: dict[str, Any]) -> None:
+    """As in test_kernels.py: never below what the file states."""
+    for profile, stated in zip(LIMITS.profiles(), description.profiles, strict=True):
+        planned = plan_workspace(
+            parse_architecture(config), profile, dtype="float16", block_size=64, moe="dense",
+            lowering=description.spec.lowering,
+        )  # fmt: skip
+        assert stated.workspace_bytes is not None
+        assert 1 <= planned.nbytes / stated.workspace_bytes <= 1.1, planned.terms[:8]
 
 
 @pytest.mark.slow
@@ -92,5 +121,7 @@ def test_a_rank_carries_what_exchanges_its_rows(tmp_path: Path) -> None:
 @pytest.mark.slow
 def test_a_lowering_may_be_mixed(tmp_path: Path) -> None:
     path = build(tmp_path, TINY_LLAMA, replace(SPEC, lowering=Lowering(rope_paged_kv="plugin")))
-    assert [plugin.operation for plugin in load_description(tmp_path).plugins] == ["rope_paged_kv"]
+    description = load_description(tmp_path)
+    assert [plugin.operation for plugin in description.plugins] == ["rope_paged_kv"]
+    check_workspace(description, TINY_LLAMA)
     assert inspect_engine(path).profiles[0].graph.kernels["_gemm_mha_v2"] == 2
