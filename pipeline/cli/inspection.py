@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections import Counter
+from dataclasses import asdict
 from typing import TYPE_CHECKING, Any
 
 from pipeline.cli.file_inspection import LOOKED_FOR, InspectionError, describe_file, is_engine_file, summarize_tensors
@@ -49,6 +50,12 @@ def _is_checkpoint(path: Path) -> bool:
 
 def _is_engine(path: Path) -> bool:
     return is_engine_file(path) or any(path.glob("*.engine"))
+
+
+def _is_engine_set(path: Path) -> bool:
+    from pipeline.engine.rank_engines import name_rank
+
+    return _is_engine(path / name_rank(0))
 
 
 def _is_run(path: Path) -> bool:
@@ -153,6 +160,32 @@ def _describe_engine(path: Path) -> Document:
     }
 
 
+def _describe_engine_set(path: Path) -> Document:
+    """What the engines of all ranks have in common, and what is each one's own."""
+    from pipeline.engine.description import load_description
+    from pipeline.engine.rank_engines import list_folders
+
+    joint = load_description(path)
+    ranks = [_describe_engine(folder) for folder in list_folders(path)]
+    own = ("bytes", "weights_bytes", "network_digest")
+    return {
+        "kind": f"{ranks[0]['kind']}s of {len(ranks)} ranks",
+        "path": str(path),
+        "parallel": asdict(joint.spec.rank.parallel),
+        **{key: ranks[0][key] for key in ("version", "targets", "weights")},
+        "ranks": [
+            {
+                "rank": index,
+                **{key: rank[key] for key in own},
+                "workspace_bytes": max(profile["workspace_bytes"] for profile in rank["profiles"]),
+                "kernels": max(profile["kernels"] for profile in rank["profiles"]),
+                "exchanges": sum(row["launches"] for row in rank["kernels"] if row["kind"].startswith("comm_")),
+            }
+            for index, rank in enumerate(ranks)
+        ],
+    }
+
+
 def _describe_run(path: Path) -> Document:
     """Of every stage that ran: how it went last, and the result that is shown."""
     from pipeline.stages.graph import NAMES
@@ -185,6 +218,7 @@ KINDS: tuple[tuple[Callable[[Path], bool], Callable[[Path], Document]], ...] = (
     (is_foreign_engine, describe_foreign_engine),
     (is_job, describe_job),
     (_is_engine, _describe_engine),
+    (_is_engine_set, _describe_engine_set),
     (lambda path: path.is_file(), describe_file),
     (_is_run, _describe_run),
     (is_repository, describe_repository),

@@ -21,20 +21,26 @@ import click
 def command(engine: Path, checkpoint: Path, output: Path | None, check: bool) -> None:
     """Bring the weights to an engine built with `stages.build.weights: stripped`.
 
-    ENGINE is the folder that build made: model.engine, engine.json, refit.json. Runs on the GPU host. The weights are
-    made from the checkpoint one at a time, each compared with what was built and proved.
+    ENGINE is the folder that build made: model.engine, engine.json, refit.json; of several ranks, the folder of all
+    their folders, or of one. Runs on the GPU host. The weights are made from the checkpoint one at a time, each
+    compared with what was built and proved.
     """
+    from pipeline.engine.rank_engines import list_folders, write_joint
     from pipeline.engine.refit import check_refit, refit_engine
     from pipeline.progress import make_reporter
 
     if check == (output is not None):
         raise click.UsageError("give either --output or --check")
-    reporter = make_reporter()
+    reporter, folders = make_reporter(), list_folders(engine)
     reporter.begin("refit")
     if output is None:
-        made = check_refit(engine, checkpoint, reporter)
-        reporter.end(f"{len(made.constants)} constants are those that the engine was built for")
-    else:
-        refit_engine(engine, checkpoint, output, reporter)
-        reporter.end("done")
-        click.echo(output)
+        made = [check_refit(folder, checkpoint, reporter) for folder in folders]
+        count = sum(len(each.constants) for each in made)
+        ranks = f" of {len(folders)} ranks" if len(folders) > 1 else ""
+        reporter.end(f"{count} constants{ranks} are those that the engine was built for")
+        return
+    whole = [refit_engine(each, checkpoint, output / each.relative_to(engine), reporter) for each in folders]
+    if len(folders) > 1:
+        write_joint(whole, output)
+    reporter.end("done")
+    click.echo(output)

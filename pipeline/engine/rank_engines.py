@@ -40,8 +40,19 @@ def build_ranks(
             build(replace(spec, rank=rank), folder)
             workspace.finish(name, sorted(file for file in folder.iterdir() if file.is_file()))
         built.append(load_description(folder))
-    joint = join(built)
-    (workspace.path / DESCRIPTION).write_text(joint.to_json(), encoding="utf-8")
+    return write_joint(built, workspace.path)
+
+
+def list_folders(folder: Path) -> list[Path]:
+    """Each rank's own, in order; the engine's, where it is the only one. Raises BuildError as `load_description`."""
+    others = load_description(folder).ranks
+    return [folder / name_rank(rank) for rank in range(len(others) + 1)] if others else [folder]
+
+
+def write_joint(ranks: Sequence[EngineDescription], folder: Path) -> EngineDescription:
+    """engine.json over ranks that lie in their folders."""
+    joint = join(ranks)
+    (folder / DESCRIPTION).write_text(joint.to_json(), encoding="utf-8")
     return joint
 
 

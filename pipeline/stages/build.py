@@ -51,8 +51,11 @@ def _build_own(context: StageContext) -> None:
     config, folder = context.config, context.workspace.path
     checkpoint = built_checkpoint(context.inputs)
     spec = network_spec(config, CheckpointFolder.open(checkpoint).architecture.dtype)
+    parallel = Parallel(**config.target.parallel.model_dump())
 
     def build(spec: NetworkSpec, place: Path) -> EngineDescription:
+        if parallel.world > 1:
+            context.progress.note(f"rank {spec.rank.index} of {parallel.world}")
         return build_engine(
             backend=config.target.backend,
             checkpoint=checkpoint,
@@ -66,7 +69,6 @@ def _build_own(context: StageContext) -> None:
             weight_streaming=config.stages.build.weight_streaming,
         )
 
-    parallel = Parallel(**config.target.parallel.model_dump())
     engine = build(spec, folder) if parallel.world == 1 else build_ranks(parallel, spec, context.workspace, build)
     built, proven = [rank.network_digest for rank in engine.all_ranks], proved_digests(context.inputs)
     if built != proven:

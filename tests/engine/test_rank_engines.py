@@ -2,20 +2,29 @@
 
 from __future__ import annotations
 
+import json
 from pathlib import Path
 
 import pytest
+from click.testing import CliRunner
 
+from pipeline.cli.main import cli
 from pipeline.digest import digest_bytes, digest_json
+from pipeline.engine.builder import build_engine
 from pipeline.engine.description import EngineDescription, load_description
 from pipeline.engine.rank_engines import build_ranks
+from pipeline.errors import CheckpointError
 from pipeline.network.spec import NetworkSpec
 from pipeline.sharding import Parallel, Rank
 from pipeline.workspace import FolderWorkspace
+from tests.engine.checkpoints import TINY_LLAMA, write_engine_checkpoint
+from tests.engine.conftest import LLAMA_INT4
+from tests.engine.failing import SMALL
 from tests.triton.emission import describe_engine
 
 SPEC = NetworkSpec(dtype="float16", max_seq_len=256)
 PARALLEL = Parallel(tensor=2, pipeline=2)
+ONE_LAYER = TINY_LLAMA | {"num_hidden_layers": 1}
 
 
 class Builder:
@@ -67,3 +76,41 @@ def test_a_killed_build_goes_on_at_its_rank(tmp_path: Path) -> None:
     second = Builder()
     build_ranks(PARALLEL, SPEC, FolderWorkspace(tmp_path), second)
     assert [rank.index for rank in second.built] == [2, 3]
+
+
+def invoke(*arguments: str) -> str:
+    return CliRunner().invoke(cli, list(arguments), standalone_mode=False, catch_exceptions=False).stdout
+
+
+def test_ranks_built_without_weights_are_inspected_and_compared_with_their_checkpoint(
+    tmp_path: Path,
+) -> None:
+    parallel, checkpoint = Parallel(tensor=2), tmp_path / "checkpoint"
+    write_engine_checkpoint(checkpoint, ONE_LAYER, int4=LLAMA_INT4, group=64)
+
+    def build(spec: NetworkSpec, folder: Path) -> EngineDescription:
+        return build_engine(
+            backend="tensorrt_rtx",
+            checkpoint=checkpoint,
+            spec=spec,
+            limits=SMALL,
+            sm=80,
+            output=folder / "model.engine",
+            log=tmp_path / "build.log",
+            weights="stripped",
+        )
+
+    spec = NetworkSpec(dtype="float16", max_seq_len=SMALL.max_seq_len, block_size=SMALL.block_size)
+    folder = tmp_path / "engines"
+    folder.mkdir()
+    built = build_ranks(parallel, spec, FolderWorkspace(folder), build)
+    seen = json.loads(invoke("inspect", str(folder), "--json"))
+    assert seen["kind"] == "TensorRT-RTX engines of 2 ranks"
+    assert (seen["parallel"], seen["weights"]) == ({"tensor": 2, "pipeline": 1, "expert": 1}, "stripped")
+    assert [row["network_digest"] for row in seen["ranks"]] == [rank.network_digest for rank in built.all_ranks]
+    assert all(row["exchanges"] > 0 for row in seen["ranks"])  # sums over both ranks
+    invoke("refit", str(folder), "--checkpoint", str(checkpoint), "--check")
+    other = tmp_path / "other"
+    write_engine_checkpoint(other, ONE_LAYER, int4=LLAMA_INT4, group=64, seed=1)
+    with pytest.raises(CheckpointError, match="is not the one that the engine was built for"):
+        invoke("refit", str(folder), "--checkpoint", str(other), "--check")
