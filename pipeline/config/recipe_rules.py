@@ -7,14 +7,22 @@ from typing import TYPE_CHECKING
 from pipeline.config.case import Case
 from pipeline.config.format_rules import FP8_FORMATS
 from pipeline.config.rules import Rule
-from pipeline.quantization.selection import NONE
+from pipeline.quantization.selection import HEAD_HINT, HEAD_NAME, NONE, find_pattern, find_unfit_head
 
 if TYPE_CHECKING:
     from pipeline.config.schema import Config
 
 
+def _find_unfit_head(case: Case) -> str | None:
+    return find_unfit_head(case.quantize.rules, tied=case.architecture.tie_word_embeddings)
+
+
 def _find_unmatched_rows(case: Case) -> str | None:
-    unused = [row.pattern for row in case.quantize.recipe.rows if not case.matches(row.pattern)]
+    def names_head(pattern: str) -> bool:  # of a tied one, another rule says more
+        return find_pattern((pattern,))(HEAD_NAME) is not None
+
+    rows = case.quantize.recipe.rows
+    unused = [row.pattern for row in rows if not (case.matches(row.pattern) or names_head(row.pattern))]
     return f"{', '.join(unused)} matches no linear of the model" if unused else None
 
 
@@ -48,6 +56,7 @@ def offered_formats(config: Config) -> tuple[str, ...]:
 
 
 RECIPE_RULES: tuple[Rule, ...] = (
+    Rule("head_is_fit", "stages.quantize", _find_unfit_head, HEAD_HINT),
     Rule("recipe_matches", "stages.quantize.recipe", _find_unmatched_rows, "a name: transformer.layers.0.mlp.fc"),
     Rule("auto_has_budget", "stages.quantize.recipe", _find_no_budget, "set stages.quantize.budget: {size_ratio: 0.4}"),
     Rule("auto_has_method", "stages.quantize.recipe", _find_no_base, "set stages.quantize.method: awq"),

@@ -98,7 +98,8 @@ class Quantize(Section):
     )
     include: tuple[Role, ...] = Field(
         default=("experts", "shared_experts", "mlp", "attention_output"),
-        description="Roles of the linears that become INT4; router, norms, embedding, head and MLA's latent never do.",
+        description="Roles of the linears that are quantized; router, norms, embedding and MLA's latent never are. "
+        "head is lm_head, where it is not the embedding, by int8 or rtn only: by a recipe's row of its own, mostly.",
     )
     exclude: tuple[str, ...] = Field(
         default=(), description="Shell patterns of engine linears that stay 16-bit, e.g. transformer.layers.0.*"

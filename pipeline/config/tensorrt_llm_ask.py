@@ -6,7 +6,7 @@ from dataclasses import replace
 from typing import TYPE_CHECKING
 
 from pipeline.engine.tensorrt_llm.ask import Ask, StoredLinear
-from pipeline.quantization.selection import Decision
+from pipeline.quantization.selection import HEAD, METHODS, NONE, Decision
 from pipeline.sharding.ranks import Parallel
 
 if TYPE_CHECKING:
@@ -23,6 +23,7 @@ def make_ask(case: Case) -> Ask:
         dtype=case.dtype,
         parallel=Parallel(**case.parallel.model_dump()),
         sm=case.gpu.sm,
+        head=METHODS[head].format if (head := case.quantize.rules.head_method) != NONE else None,
     )
 
 
@@ -30,7 +31,7 @@ def _list_linears(case: Case) -> list[StoredLinear]:
     """As `quantize` will store them; where it leaves all as they are, the source's own FP8 stays in blocks."""
     rules, kept = case.quantize.rules, BLOCKS if case.kept_fp8 else None
     found = []
-    for kind in case.kinds:
+    for kind in (kind for kind in case.kinds if kind.first.role != HEAD):
         first, (rows, columns) = kind.first, kind.first.target_shape
         # A model with latent attention is refused whatever its linears are, and V3 has 45,000 of them.
         names = kind.names() if case.architecture.latent is None else (first.target,)

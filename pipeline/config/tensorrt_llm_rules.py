@@ -10,6 +10,7 @@ from pipeline.config.case import Case
 from pipeline.config.recipe_rules import offered_formats
 from pipeline.config.rules import Rule
 from pipeline.engine.tensorrt_llm.support import LIMITS, Limit
+from pipeline.quantization.selection import NONE
 
 ENGINE, PYTORCH = "tensorrt_llm", "llmapi"
 BLOCKS = "fp8_blocks"
@@ -64,6 +65,8 @@ def _find_unexported(case: Case) -> str | None:
     formats = (*case.formats, *(offered_formats(case.config) if case.quantize.recipe.auto else ()))
     if other := [name for name in formats if name not in LLMAPI_EXPORTS]:
         return f"{other[0]} is not exported to what the PyTorch backend reads; {', '.join(LLMAPI_EXPORTS)} are"
+    if case.quantize.rules.head_method != NONE:
+        return "lm_head would be quantized, and the PyTorch backend reads one of 16 bits"
     if len({LLMAPI_EXPORTS[name] for name in formats}) > 1:
         return f"{' and '.join(formats)}: no one checkpoint that the PyTorch backend reads has both"
     return None

@@ -20,7 +20,7 @@ from pipeline.errors import CompatibilityError
 from pipeline.exports.linear import Numbers, Part, QuantizedLinear
 from pipeline.exports.names import make_suffixes
 from pipeline.exports.plan import Encoding
-from pipeline.quantization.selection import QUANTIZABLE, pick_group
+from pipeline.quantization.selection import HEAD, QUANTIZABLE, pick_group
 from pipeline.quantization.words import AWQ, PER_WORD, ZERO, pack_words
 
 if TYPE_CHECKING:
@@ -34,6 +34,13 @@ PRESCALED = (
     "its input is multiplied by a vector that no norm or linear before it could take up (the quantize stage folded "
     "what could be); method gptq or rtn makes none"
 )
+
+
+HEAD_APART = "readers of the format take an output head of 16 bits"
+
+
+def refuse_head(linear: QuantizedLinear) -> str | None:
+    return HEAD_APART if linear.mapping.role == HEAD else None
 
 
 def _describe(linear: QuantizedLinear, part: Part, dtype: str) -> list[TensorInfo]:
@@ -65,6 +72,8 @@ def _refuse_outputs(linear: QuantizedLinear) -> str | None:
 def _refuse(linear: QuantizedLinear) -> str | None:
     if linear.is_prescaled:
         return PRESCALED
+    if (reason := refuse_head(linear)) is not None:
+        return reason
     if (reason := _refuse_outputs(linear)) is not None:
         return reason
     scales = linear.read_scales()

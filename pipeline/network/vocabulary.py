@@ -6,6 +6,7 @@ from pipeline.network import inputs
 from pipeline.network.context import Context
 from pipeline.network.graph import Graph, Tensor
 from pipeline.network.local import keep_own
+from pipeline.network.weights import Operand, lower, multiply
 
 EMBEDDING = "vocab_embedding.weight"
 
@@ -26,10 +27,10 @@ def logits(g: Graph, context: Context, x: Tensor) -> Tensor:
     """x [N, H] → [N, V] in float32, whole on every rank."""
     a, size, rank = context.architecture, context.sizes.vocabulary, context.spec.rank
     if a.tie_word_embeddings:
-        weight = _embedding(g, context)
+        head = Operand(weight=_embedding(g, context), transposed=True)
     else:
-        weight = g.constant("lm_head.weight", context.weights.read("lm_head.weight", (size, a.hidden_size)))
-    found = g.matmul("lm_head", x, weight, transpose=True)
+        head = lower(g.at("lm_head"), context.weights, "lm_head", size, a.hidden_size)
+    found = multiply(g, "lm_head", x, head)
     if rank.parallel.tensor > 1:
         at = g.at("lm_head")
         parts = at.reshape(

@@ -31,9 +31,10 @@ if TYPE_CHECKING:
 
 
 def group_linears(
-    architecture: Architecture, layer: int, present: Collection[str], linears: Mapping[str, Linear]
+    architecture: Architecture, layer: int | None, present: Collection[str], linears: Mapping[str, Linear]
 ) -> list[tuple[str, ScaleGroup]]:
     """The scale groups of a layer's linears to quantize, each with its method: linears of two methods share no scale.
+    `layer` None: of what surrounds the layers.
 
     `present`: full names of the layer's linears, without ".weight".
     """
@@ -73,7 +74,7 @@ class LayerPlan:
 
 
 def plan_layer(
-    layer: int,
+    layer: int | None,
     groups: Sequence[tuple[str, ScaleGroup]],
     linears: Mapping[str, Linear],
     source: TensorSource,
@@ -84,14 +85,14 @@ def plan_layer(
     unrouted: str,
     progress: Progress,
 ) -> LayerPlan:
-    """Asks the methods about their groups. `captured` is None where none measures anything.
+    """Asks the methods about their groups, as of `group_linears`. `captured` is None where none measures anything.
 
     Raises QuantizationError for experts without tokens where `unrouted` is "error".
     """
     plan = LayerPlan(Adjustments(dtype))
     read, factors = partial(read_float, source), Factors()
     seen = LinearInputs(captured, read, unrouted) if captured is not None else None
-    if seen is not None:
+    if seen is not None and layer is not None:
         plan.experts = seen.report_experts(layer)
     for method, group in groups:
         looks = seen if METHODS[method].measures else None
@@ -112,7 +113,7 @@ def plan_layer(
         )
         _take(plan, group, CHOOSERS[method](problem), linears, source)
         progress.advance(1)
-    _share_input_ranges(plan, linears)
+    _share_input_ranges(plan, {name: linears[name] for _, group in groups for name in group.linears})
     return plan
 
 

@@ -1,4 +1,5 @@
-"""An engine checkpoint to a quantized one: one shard and one resumable step per decoder layer.
+"""An engine checkpoint to a quantized one: one shard and one resumable step per decoder layer, one for what surrounds
+them.
 
 Rounding to nearest reads a tensor, packs it and writes it. A method that measures first sends calibration text through
 the layer (`calibration`), chooses (`layer`), then packs the same way. Memory: one decoder layer for the latter, one
@@ -28,7 +29,6 @@ from pipeline.quantization import calibration
 from pipeline.quantization.calibration import Calibration, sample_pieces
 from pipeline.quantization.coverage import summarize, warn
 from pipeline.quantization.documents import name_file
-from pipeline.quantization.folding import Adjustments
 from pipeline.quantization.kv_cache import CACHE_FORMATS, cache_step
 from pipeline.quantization.layer import LayerPlan, group_linears, plan_layer
 from pipeline.quantization.linear_inputs import UNROUTED
@@ -44,6 +44,8 @@ if TYPE_CHECKING:
     from torch import Tensor
 
     from pipeline.checkpoint.folder import CheckpointFolder
+    from pipeline.quantization.capture import Captured
+    from pipeline.quantization.scale_groups import ScaleGroup
     from pipeline.quantization.settings import QuantizeSettings
     from pipeline.workspace import Workspace
 
@@ -116,10 +118,7 @@ class _Run:
         """Measures, chooses, and writes one layer's shard."""
         prefix = f"transformer.layers.{layer}."
         names = [name for name in self.source.tensors if name.startswith(prefix)]
-        linears = {name: linear for name, linear in self.selection.linears.items() if linear.layer == layer}
-        groups = group_linears(
-            self.source.architecture, layer, {name.removesuffix(".weight") for name in names}, linears
-        )
+        groups = self._group(layer, names)
         captured = None
         watched = sorted({group.seen_at for method, group in groups if METHODS[method].measures})
         keeps_cache = self.settings.kv_cache != "none"
@@ -127,17 +126,7 @@ class _Run:
             moments = {group.seen_at for method, group in groups if METHODS[method].moments}
             captured = self.calibration.capture(layer, watched, moments)
             self.progress.start(f"choosing scales of layer {layer}", len(groups), "groups")
-        plan = plan_layer(
-            layer,
-            groups,
-            linears,
-            self.source,
-            captured,
-            dtype=self.dtype,
-            clip=self.settings.clip,
-            unrouted=self.settings.unrouted_experts,
-            progress=self.progress if watched else SILENT,
-        )
+        plan = self._plan(layer, groups, captured, self.progress if watched else SILENT)
         if captured is not None and keeps_cache:
             plan.added[cache_scale(layer)] = cache_step(self.settings.kv_cache, captured.cache_amax)
         plan.coverage = captured.coverage if captured is not None else {}
@@ -157,7 +146,7 @@ class _Run:
 
     @cached_property
     def copied(self) -> dict[str, list[str]]:
-        """Steps that quantize nothing, with their tensors: what belongs to no layer, and each layer for multi-token
+        """Steps that measure nothing, with their tensors: what belongs to no layer, and each layer for multi-token
         prediction."""
         steps: dict[str, list[str]] = {"outer": []}
         for name in self.source.tensors:
@@ -168,9 +157,9 @@ class _Run:
         return steps
 
     def copy(self, step: str) -> None:
-        """Writes the tensors of one such step as they are."""
-        index = self.source.architecture.num_layers + list(self.copied).index(step)
-        self._write(step, index, self.copied[step], LayerPlan(Adjustments(self.dtype)))
+        """Writes the tensors of one such step, as they are but for the head where that is quantized."""
+        index, names = self.source.architecture.num_layers + list(self.copied).index(step), self.copied[step]
+        self._write(step, index, names, self._plan(None, self._group(None, names), None, SILENT))
 
     def finish(self) -> None:
         """Writes index, config, report and copies of the tokenizer; afterwards nothing is left to do."""
@@ -203,6 +192,26 @@ class _Run:
             self.progress.note(warning)
         report.write(self.workspace.path / REPORT)
         self.workspace.finish("report", [*written, self.workspace.path / REPORT])
+
+    def _group(self, layer: int | None, names: list[str]) -> list[tuple[str, ScaleGroup]]:
+        present = {name.removesuffix(".weight") for name in names}
+        linears = {name: linear for name, linear in self.selection.linears.items() if name in present}
+        return group_linears(self.source.architecture, layer, present, linears)
+
+    def _plan(
+        self, layer: int | None, groups: list[tuple[str, ScaleGroup]], captured: Captured | None, progress: Progress
+    ) -> LayerPlan:
+        return plan_layer(
+            layer,
+            groups,
+            self.selection.linears,
+            self.source,
+            captured,
+            dtype=self.dtype,
+            clip=self.settings.clip,
+            unrouted=self.settings.unrouted_experts,
+            progress=progress,
+        )
 
     def _write(self, step: str, index: int, names: list[str], plan: LayerPlan) -> None:
         count = self.source.architecture.num_layers + len(self.copied)

@@ -50,6 +50,8 @@ class QuantizationReport:
         cells: dict[tuple[int, str, str], list[dict[str, Any]]] = {}
         for row in self.linears.values():
             _, _, rest = row["scale_group"].partition(".layers.")
+            if not rest:  # the head: behind the layers, where nothing is measured
+                continue
             layer, _, group = rest.partition(".")
             place = re.sub(r"\.experts\.\d+\.", ".experts.*.", group)
             cells.setdefault((int(layer), place, row["method"]), []).append(row)

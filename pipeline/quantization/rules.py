@@ -6,7 +6,17 @@ from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
 from pipeline.errors import CompatibilityError
-from pipeline.quantization.selection import METHODS, NEVER, NONE, QUANTIZABLE, Decision, Rules, find_pattern
+from pipeline.quantization.selection import (
+    HEAD,
+    HEAD_HINT,
+    METHODS,
+    NEVER,
+    NONE,
+    QUANTIZABLE,
+    Rules,
+    find_pattern,
+    find_unfit_head,
+)
 
 if TYPE_CHECKING:
     from collections.abc import Iterable, Mapping
@@ -17,12 +27,12 @@ if TYPE_CHECKING:
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Linear:
-    """A linear to quantize: `name` without ".weight", `shape` (out, in), `method` a key of METHODS, `group` input
-    features per scale in a grouped format."""
+    """A linear to quantize: `name` without ".weight", `layer` None of the head, `shape` (out, in), `method` a key of
+    METHODS, `group` input features per scale in a grouped format."""
 
     name: str
     role: str
-    layer: int
+    layer: int | None
     expert: int | None
     shape: tuple[int, int]
     method: str
@@ -57,8 +67,8 @@ class Selection:
 def choose_linears(mappings: Iterable[TensorMapping], tensors: Mapping[str, TensorInfo], rules: Rules) -> Selection:
     """Applies the rules to an engine checkpoint's weight matrices, `mappings` telling each one's role.
 
-    Raises CompatibilityError for a role that cannot be quantized, a method that this version does not have, and where
-    nothing is left to quantize.
+    Raises CompatibilityError for a role that cannot be quantized, a method that this version or the head does not have,
+    and where nothing is left to quantize.
     """
     for role in rules.include:
         if role not in QUANTIZABLE:
@@ -70,6 +80,9 @@ def choose_linears(mappings: Iterable[TensorMapping], tensors: Mapping[str, Tens
         raise CompatibilityError(
             f"stages.quantize.method: {rules.method} is not available", hint=f"methods: {', '.join(sorted(METHODS))}"
         )
+    mappings = list(mappings)
+    if problem := find_unfit_head(rules, tied=all(mapping.role != HEAD for mapping in mappings)):
+        raise CompatibilityError(f"stages.quantize: {problem}", hint=HEAD_HINT)
     linears: dict[str, Linear] = {}
     kept: dict[str, str] = {}
     patterns = {pattern: find_pattern((pattern,)) for pattern in (*rules.exclude, *(r.pattern for r in rules.recipe))}
@@ -81,11 +94,9 @@ def choose_linears(mappings: Iterable[TensorMapping], tensors: Mapping[str, Tens
         name = mapping.target.removesuffix(".weight")
         idle.difference_update([pattern for pattern in idle if patterns[pattern](name) is not None])
         decision = rules.decide(name, mapping.role, info.shape)
-        if isinstance(decision, Decision) and mapping.layer is None:
-            decision = "belongs to no decoder layer"
         if isinstance(decision, str):
             kept[name] = decision
-        elif mapping.layer is not None:
+        else:
             rows, columns = info.shape
             linears[name] = Linear(
                 name=name,

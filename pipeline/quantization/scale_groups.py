@@ -5,7 +5,7 @@ Where one tensor makes that input channel by channel (a norm's weights, the rows
 rows by s costs nothing at run time. Folding is right only if *all* readers of that tensor are compensated: the router
 reads the experts' input, so there s stays a vector beside the weights (`prequant_scaling_factor` = 1/s).
 
-Names are the engine checkpoint's, relative to a decoder layer: mlp.fc is HF's gate_proj, mlp.gate its up_proj.
+Names are the engine checkpoint's, relative to a decoder layer (if any): mlp.fc is HF's gate_proj, mlp.gate its up_proj.
 """
 
 from __future__ import annotations
@@ -63,6 +63,8 @@ ROUTED_MLP = (
     Row(("mlp.shared_expert.fc", "mlp.shared_expert.gate"), "mlp.shared_experts.gate_proj"),
     Row(("mlp.shared_expert.proj",), "mlp.shared_experts.down_proj", Fold("mlp.shared_expert.gate")),
 )
+# Behind the layers, where no module's input is seen.
+HEAD = (Row(("lm_head",), ""),)
 
 
 def _all_rows(architecture: Architecture) -> slice:
@@ -116,17 +118,16 @@ class ScaleGroup:
 
 
 def scale_groups(
-    architecture: Architecture, layer: int, present: Collection[str], quantized: Collection[str]
+    architecture: Architecture, layer: int | None, present: Collection[str], quantized: Collection[str]
 ) -> list[ScaleGroup]:
-    """The groups of a decoder layer. `present` and `quantized` are full names of linears, without ".weight".
+    """The groups of a decoder layer, or (None) of what surrounds them. `present` and `quantized` are full names of
+    linears, without ".weight".
 
     Groups without a quantized linear are left out. One that also has linears that stay 16-bit is not folded: rounding
     their scaled columns would cost them precision.
     """
-    attention = LLAMA_ATTENTION if architecture.latent is None else LATENT_ATTENTION
-    routed = architecture.is_routed(layer) and architecture.experts is not None
     groups = []
-    for row in attention + (ROUTED_MLP if routed else DENSE_MLP):
+    for row in _rows(architecture, layer):
         for expert in _experts(row, architecture):
             linears = [name for name in _expand(row, architecture, layer, expert) if name in present]
             chosen = tuple(name for name in linears if name in quantized)
@@ -145,8 +146,16 @@ def scale_groups(
     return groups
 
 
-def _prefix(layer: int) -> str:
-    return f"transformer.layers.{layer}."
+def _rows(architecture: Architecture, layer: int | None) -> tuple[Row, ...]:
+    if layer is None:
+        return HEAD
+    attention = LLAMA_ATTENTION if architecture.latent is None else LATENT_ATTENTION
+    routed = architecture.is_routed(layer) and architecture.experts is not None
+    return attention + (ROUTED_MLP if routed else DENSE_MLP)
+
+
+def _prefix(layer: int | None) -> str:
+    return "" if layer is None else f"transformer.layers.{layer}."
 
 
 def _experts(row: Row, architecture: Architecture) -> list[int | None]:
@@ -156,14 +165,16 @@ def _experts(row: Row, architecture: Architecture) -> list[int | None]:
     return list(range(architecture.experts.num_routed))
 
 
-def _expand(row: Row, architecture: Architecture, layer: int, expert: int | None) -> list[str]:
+def _expand(row: Row, architecture: Architecture, layer: int | None, expert: int | None) -> list[str]:
     if "{all}" in row.linears[0] and architecture.experts is not None:
         every = range(architecture.experts.num_routed)
         return [_prefix(layer) + name.format(all=e) for e in every for name in row.linears]
     return [_prefix(layer) + name.format(each=expert) for name in row.linears]
 
 
-def _resolve(fold: Fold | None, architecture: Architecture, layer: int, expert: int | None) -> ResolvedFold | None:
+def _resolve(
+    fold: Fold | None, architecture: Architecture, layer: int | None, expert: int | None
+) -> ResolvedFold | None:
     rows = ROWS[fold.rows](architecture) if fold is not None else None
     if fold is None or rows is None:
         return None

@@ -19,11 +19,12 @@ from pipeline.checkpoint.layouts.scales import BLOCK
 if TYPE_CHECKING:
     from pipeline.checkpoint.layouts import Kind
 
-Role = Literal["experts", "shared_experts", "mlp", "attention_output", "attention_input"]
+Role = Literal["experts", "shared_experts", "mlp", "attention_output", "attention_input", "head"]
 QUANTIZABLE: tuple[str, ...] = get_args(Role)
 # Few bytes, or much harm: an error in the router sends tokens elsewhere, one in the latent is seen by every head.
 # Layers for multi-token prediction ("mtp") are no part of the network.
-NEVER = ("router", "norm", "embedding", "head", "attention_latent", "mtp")
+NEVER = ("router", "norm", "embedding", "attention_latent", "mtp")
+HEAD, HEAD_NAME = "head", "lm_head"  # the projection to logits: no linear of its own where it is the embedding
 GroupSize = Literal[128, 64, 32]  # those that TensorRT's INT4 dequantization fuses into a GEMM
 GROUP_SIZES: tuple[int, ...] = get_args(GroupSize)
 FLOAT32 = 4
@@ -96,6 +97,8 @@ METHODS = {
     "int8": MethodRow(format="int8", measures=False),
     "smoothquant": MethodRow(format="int8_sq", measures=True),
 }
+# Weight-only and without text; blocks of FP8 would be dequantized into a workspace larger than what they save.
+HEAD_METHODS = ("int8", "rtn")
 NONE = "none"  # the method that leaves a linear as it is
 MIXED = "MIXED_PRECISION"  # TensorRT-LLM's name for more than one of them
 
@@ -142,22 +145,28 @@ class Rules:
     def measures(self) -> bool:
         return any(METHODS[method].measures for method in self.methods)
 
+    @property
+    def head_method(self) -> str:
+        """A key of METHODS, or "none": what becomes of a head that is not the embedding."""
+        wish = self._wish(HEAD_NAME, HEAD, self._matcher(HEAD))
+        return NONE if isinstance(wish, str) else wish[0]
+
     def decide(self, name: str, role: str, shape: Sequence[int]) -> Decision | str:
         """What becomes of the linear [out, in] `name`, or why it stays as it is."""
-        return self._decide(name, role, shape, self._matcher())
+        return self._decide(name, role, shape, self._matcher(role))
 
     def count(self, kind: Kind) -> Counter[Decision | str]:
         """The decisions on a kind's linears. Names are listed only where there are patterns to hold against them."""
         role, shape = kind.first.role, kind.first.target_shape
         if role in NEVER or not (self.exclude or self.recipe):
             return Counter({self.decide(kind.first.target, role, shape): kind.count})
-        find = self._matcher()
+        find = self._matcher(role)
         return Counter(self._decide(name, role, shape, find) for name in kind.names())
 
     def wishes(self, kind: Kind) -> dict[tuple[str, int], tuple[str, int]]:
         """(method, group size) as asked for of a kind's linears, whether its shape allows it or not -> the first of
         them, and how many."""
-        find = self._matcher()
+        find = self._matcher(kind.first.role)
         found: dict[tuple[str, int], tuple[str, int]] = {}
         is_uniform = not (self.exclude or self.recipe)
         for name in (kind.first.target,) if is_uniform else kind.names():
@@ -172,7 +181,7 @@ class Rules:
         Only patterns tell experts apart."""
         if kind.experts == 1 or not (self.exclude or self.recipe):
             return None
-        find, decisions, layer = self._matcher(), set[object](), -1
+        find, decisions, layer = self._matcher(kind.first.role), set[object](), -1
         for index, name in enumerate(kind.names()):
             if index // kind.experts != layer:
                 layer = index // kind.experts
@@ -183,8 +192,10 @@ class Rules:
                 return name.removesuffix(".weight")
         return None
 
-    def _matcher(self) -> Callable[[str], int | None]:
-        return find_pattern((*self.exclude, *(row.pattern for row in self.recipe)))
+    def _matcher(self, role: str) -> Callable[[str], int | None]:
+        """A recipe's `*` means the layers: only a row that speaks of the head is for it."""
+        rows = (row.pattern if role != HEAD or HEAD in row.pattern else "" for row in self.recipe)
+        return find_pattern((*self.exclude, *rows))
 
     def _decide(self, name: str, role: str, shape: Sequence[int], find: Callable[[str], int | None]) -> Decision | str:
         wish = self._wish(name, role, find)
@@ -208,6 +219,25 @@ class Rules:
 
 
 NOTHING = Rules(method=NONE, include=())
+
+
+def find_unfit_head(rules: Rules, *, tied: bool) -> str | None:
+    """Why the head cannot become what the rules ask for."""
+    method = rules.head_method
+    if method == NONE:
+        return None
+    if tied:
+        return f"{HEAD_NAME} is the embedding of this model (tie_word_embeddings), which is never quantized"
+    if method in HEAD_METHODS:
+        return None
+    why = "what it reads is not measured" if METHODS[method].measures else "each step would dequantize it whole"
+    return f"{HEAD_NAME} does not become {METHODS[method].format} by method {method}: {why}"
+
+
+HEAD_HINT = (
+    "leave the head 16-bit, or, where it has weights of its own, give it a row of its own: "
+    "recipe: {rows: [{pattern: lm_head, method: int8}]}, or rtn"
+)
 
 
 def name_algo(formats: Iterable[str]) -> str:

@@ -14,7 +14,7 @@ from pipeline.checkpoint.layouts import layout_for
 from pipeline.quantization.options import Candidate
 from pipeline.quantization.rules import Linear, choose_linears
 from pipeline.quantization.scale_groups import scale_groups
-from pipeline.quantization.selection import GROUP_SIZES, Decision, Rules, fit
+from pipeline.quantization.selection import GROUP_SIZES, HEAD, Decision, Rules, fit
 
 if TYPE_CHECKING:
     from pipeline.checkpoint.architecture import Architecture
@@ -58,12 +58,13 @@ class Unit:
 
 
 def list_units(architecture: Architecture, tensors: Mapping[str, TensorInfo], rules: Rules) -> list[Unit]:
-    """The units of what the rules, without their recipe, quantize; layer by layer.
+    """The units of what the rules, without their recipe, quantize; layer by layer, and so without the head.
 
     Raises CompatibilityError as `choose_linears` does.
     """
     mappings = layout_for(architecture).mappings()
-    linears = choose_linears(mappings, tensors, replace(rules, recipe=())).linears
+    roles = [role for role in rules.include if role != HEAD]
+    linears = choose_linears(mappings, tensors, replace(rules, include=roles, recipe=())).linears
     present: dict[int, set[str]] = {layer: set() for layer in range(architecture.num_layers)}
     for mapping in mappings:
         if mapping.layer in present and mapping.target in tensors:

@@ -90,6 +90,18 @@ SETTINGS = [
         {"stages.quantize.recipe": {"rows": [ROW]}},
         "*.mpl.fc matches no linear",
     ),
+    (
+        "head_is_fit",
+        {"stages.quantize.recipe": {"rows": [{"pattern": "lm_head", "method": "awq"}]}},
+        {"stages.quantize.recipe": {"rows": [{"pattern": "lm_head", "method": "int8"}]}},
+        "what it reads is not measured",
+    ),
+    (
+        "head_is_fit",
+        {"stages.quantize.include": ["mlp", "head"], "stages.quantize.method": "fp8_blocks", "target.gpu": "L40S"},
+        {"stages.quantize.include": ["mlp", "head"], "stages.quantize.method": "int8"},
+        "each step would dequantize it whole",
+    ),
     ("auto_has_budget", {"stages.quantize.recipe": {"auto": True}}, AUTO, "nothing to solve for"),
     ("auto_has_method", {**AUTO, "stages.quantize.method": "none"}, AUTO, "which is none"),
     ("auto_or_rows", {**AUTO, "stages.quantize.recipe": {"auto": True, "rows": [ROW]}}, AUTO, "there are rows"),
@@ -149,7 +161,7 @@ SETTINGS = [
         "something_to_quantize",
         {"stages.quantize.include": ("experts",)},
         {"stages.quantize.include": ("experts",), "stages.quantize.method": "none"},
-        "the model has attention_input, attention_output, mlp",
+        "the model has attention_input, attention_output, head, mlp",
     ),
     ("context_of_model", {"stages.build.max_seq_len": 16385}, {"stages.build.max_seq_len": 16384}, "context of 16384"),
     (
@@ -375,6 +387,14 @@ def test_context_limits(model, rope, positions, limit):
     message = find("context_of_model", longer)
     assert str(limit) in message
     assert ("dynamic RoPE changes its base" in message) == (case.architecture.rope.kind == "dynamic")
+
+
+def test_a_tied_head_is_the_embedding():
+    """One rule says so, not also that no linear is named so."""
+    rows = {"stages.quantize.recipe": {"rows": [{"pattern": "lm_head", "method": "int8"}]}}
+    case = make_case(rows, tie_word_embeddings=True)
+    assert "lm_head is the embedding of this model" in find("head_is_fit", case)
+    assert find("recipe_matches", case) is None
 
 
 def test_smaller_groups_are_reported_per_linear():

@@ -234,6 +234,14 @@ def test_the_linears_that_are_asked_about():
     assert len(make_case(ENGINE, V2_LITE).ask.linears) < 20  # refused whatever they are
 
 
+def test_the_head_stays_in_16_bits():
+    rows = {"stages.quantize.recipe": {"rows": [{"pattern": "lm_head", "method": "rtn"}]}}
+    asked = make_case({**ENGINE, **rows}).ask
+    assert asked.head == "int4" and "lm_head" not in {linear.name for linear in asked.linears}
+    assert "exclude_modules" in RULES["head_in_16_bits"].find(make_case({**ENGINE, **rows}))
+    assert "reads one of 16 bits" in RULES["loaded_in_pytorch"].find(make_case({**PYTORCH, **rows}))
+
+
 def test_the_sources_own_blocks_are_found():
     kept = {**ENGINE, "stages.quantize.method": "none"}
     tensors = [("a.weight", "F8_E4M3")]

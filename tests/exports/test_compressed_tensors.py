@@ -101,6 +101,17 @@ def test_types_as_the_format_has_them(tmp_path: Path) -> None:
     assert group.input_activations is None
 
 
+@pytest.mark.parametrize(("method", "kept"), [("int8", "int8"), ("rtn", "int4")])
+def test_a_quantized_head_is_a_linear_as_any(method: str, kept: str, tmp_path: Path) -> None:
+    engine = support.quantize("llama", "none", tmp_path, dtype="float32", recipe={"lm_head": method})
+    report = export_checkpoint(engine, tmp_path / "out", "compressed_tensors")
+    assert report.quantized == {kept: 1} and not report.widened
+    assert support.distance(support.logits_of(tmp_path / "out"), support.our_logits(engine)) < 1e-4
+    report = export_checkpoint(engine, tmp_path / "plain", "hf")
+    assert report.widened.keys() == {"lm_head"}
+    assert support.distance(support.logits_of(tmp_path / "plain"), support.our_logits(engine)) < 1e-4
+
+
 @pytest.mark.parametrize("name", ["v2", "v3"])
 def test_mixed_formats_are_groups(name: str, tmp_path: Path) -> None:
     """Five formats in a routed model: each linear is of one group, what is left alone of none."""

@@ -117,6 +117,18 @@ MODELS = {
         num_hidden_layers=2,
         head_dim=64,
     ),
+    **{
+        f"llama-head-{kind}": lambda path, kind=kind: formats.load(
+            fixtures.llama,
+            path,
+            {r"layers.*_proj\.weight": "int4", "lm_head": kind},
+            dtype="float16",
+            num_hidden_layers=1,
+            head_dim=64,
+            hidden_size=256,
+        )
+        for kind in ("int4", "int8")
+    },
     "v2-lite-int4": lambda path: models.load_int4(
         fixtures.deepseek_v2, path, pattern=r"mlp.*_proj\.weight|o_proj", group=64, **fixtures.V2_LITE_SHAPES
     ),

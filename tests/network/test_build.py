@@ -39,6 +39,8 @@ def _build(tmp_path: Path, model: str, moe: str, sm: str, *sizes: int) -> Path:
         ("v3-int4", "dense", "SM80"),
         ("llama-fp8", "dense", "SM89"),
         ("v3-stacks-int8_sq", "dense", "SM80"),
+        ("llama-head-int8", "dense", "SM80"),
+        pytest.param("llama-head-int4", "dense", "SM80", marks=slow),
         pytest.param("llama-fp8_rows", "dense", "SM89", marks=slow),
         pytest.param("moe-fp8_rows", "dense", "SM89", marks=slow),
         pytest.param("moe-fp8_rows", "gather", "SM120", marks=slow),
@@ -87,6 +89,8 @@ def test_the_network_builds(model: str, moe: str, sm: str, tmp_path: Path) -> No
         assert fused == [10, 10]  # qkv, dense, fc, gate and proj of two layers: dequantized inside the GEMM
     if model == "llama-fp8_rows":
         assert [k["fully_connected"] for k in kernels] == [10, 10]  # a scale for each output is fused as one is
+    if model == "llama-head-int4":
+        assert fused == [5 + 1] * 2
     if (model, moe) == ("v2-int4", "dense"):
         # Layer 0: dense, fc, gate, proj. Layer 1: dense, the shared experts' three, and the routed experts' fc and gate
         # as one stack each; their proj has a single group, which TensorRT dequantizes apart.
@@ -106,6 +110,7 @@ EIGHT_BIT = {
     "llama-fp8": (10, 0),
     "llama-int8_sq": (10, 0),
     "llama-int8": (0, 10),
+    "llama-head-int8": (0, 1),
     # fp8 for qkv, int8_sq for fc and gate; int8 for proj. dense is INT4.
     "llama-mixed": (6, 2),
     # Of 11 here two are the stacks of fc and gate: the scales of their experts, after the product, are fused too.
@@ -126,6 +131,9 @@ MIXED = (
 RULES = {
     "llama-fp8": Rules(method="fp8", include=LLAMA),
     "llama-int8": Rules(method="int8", include=LLAMA),
+    "llama-head-int8": Rules(
+        method="rtn", include=LLAMA, group_size=32, recipe=(Override(pattern="lm_head", method="int8"),)
+    ),
     "llama-int8_sq": Rules(method="smoothquant", include=LLAMA),
     "llama-mixed": Rules(method="fp8", include=LLAMA, group_size=32, recipe=MIXED),
     "v3-stacks-fp8": Rules(method="fp8", include=ROUTED),

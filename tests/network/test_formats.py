@@ -41,6 +41,8 @@ CASES: dict[str, tuple[Write, dict[str, str], dict[str, object]]] = {
     "v3-fp8": (fixtures.deepseek_v3, {LATENT: "fp8"}, {}),
     "v3-int8_sq": (fixtures.deepseek_v3, {LATENT: "int8_sq"}, {}),
     "llama-mixed": (fixtures.llama, MIXED, {}),
+    "llama-head": (fixtures.llama, {"lm_head": "int8"}, {"dtype": "float16", "num_hidden_layers": 1}),
+    "v2-head": (fixtures.deepseek_v2, {LATENT: "int8", "lm_head": "int4"}, {"num_hidden_layers": 1}),
     "v3-mixed": (fixtures.deepseek_v3, MIXED_ROUTED, {"num_hidden_layers": 2}),
 }
 

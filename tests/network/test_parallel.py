@@ -56,6 +56,12 @@ CASES: dict[str, Case] = {
         fixtures.llama, (TP4, TP2_PP2), attention_bias=True, mlp_bias=True, tie_word_embeddings=True, **HEADS
     ),
     "llama-plugins": _case(fixtures.llama, (TP4, PP2), lowering=PLUGINS, **HEADS),
+    "llama-head": (
+        lambda path: formats.load(fixtures.llama, path, {"lm_head": "int8", LINEARS: "int4"}, **HEADS),
+        (TP4, TP2_PP2),
+        {},
+    ),
+    "v2-head": (lambda path: formats.load(fixtures.deepseek_v2, path, {"lm_head": "int4"}, **SMALL), (TP2,), {}),
     "llama-int4": _stored(fixtures.llama, "int4", (TP2, TP4), **HEADS),
     "llama-fp8": _stored(fixtures.llama, "fp8", (TP2, TP4), **HEADS),
     "qwen2": _case(fixtures.qwen2, (TP2, TP4, PP2), **HEADS),

@@ -28,7 +28,7 @@ MODELS = {
 
 
 def find_groups(model: Model, layer: int, exclude: tuple[str, ...] = ()) -> list[ScaleGroup]:
-    rules = Rules(method="awq", include=QUANTIZABLE, exclude=exclude)
+    rules = Rules(method="awq", include=[role for role in QUANTIZABLE if role != "head"], exclude=exclude)
     selection = choose_linears(layout_for(model.architecture).mappings(), model.source.tensors, rules)
     present = {name.removesuffix(".weight") for name in model.source.tensors}
     return scale_groups(model.architecture, layer, present, selection.linears.keys())

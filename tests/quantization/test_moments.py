@@ -45,7 +45,9 @@ def capture(model: Model, spill: Path, batch: int = 5) -> tuple[Captured, torch.
 def moments(model: Model, captured: Captured, unrouted: str = "round_to_nearest") -> dict[str, torch.Tensor]:
     """All second moments of the layer, by linear; each is made when it is asked for."""
     rules = Rules(
-        method="gptq", include=tuple(role for role in QUANTIZABLE if role != "attention_input"), group_size=32
+        method="gptq",
+        include=tuple(role for role in QUANTIZABLE if role not in ("attention_input", "head")),
+        group_size=32,
     )
     from pipeline.checkpoint.layouts import layout_for
 

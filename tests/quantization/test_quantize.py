@@ -13,12 +13,13 @@ import pytest
 import torch
 from safetensors.torch import load_file
 
-from pipeline.checkpoint.export import hf_layer_state
+from pipeline.checkpoint.export import hf_layer_state, hf_outer_state
 from pipeline.checkpoint.folder import CheckpointFolder
 from pipeline.errors import CheckpointError, CompatibilityError, QuantizationError
-from pipeline.quantization import int4
+from pipeline.quantization import int4, int8
 from pipeline.quantization.quantize import quantize_checkpoint
 from pipeline.quantization.report import QuantizationReport
+from pipeline.quantization.selection import Override
 from pipeline.workspace import FolderWorkspace
 from tests import fixtures
 from tests.fixtures import Tensors
@@ -179,6 +180,36 @@ def test_rounding_to_nearest_is_the_packed_weight(tmp_path: Path, llama_path: Pa
     assert torch.equal(quantized.read("transformer.layers.1.mlp.fc.weight").to_torch(), packed)
     assert torch.equal(quantized.read("transformer.layers.1.mlp.fc.weights_scaling_factor").to_torch(), scales)
     assert not any(name.endswith("prequant_scaling_factor") for name in quantized.tensors)
+
+
+def test_the_head_is_part_of_the_outer_step(tmp_path: Path, llama_path: Path) -> None:
+    """INT8 against int8 itself, beside INT4 layers; its row in the report, its dense weight for whoever reads it. A run
+    that is killed there goes on to the same bytes."""
+    source = write_engine(tmp_path, llama_path)
+    s = Settings(method="rtn", group_size=32, recipe=(Override(pattern="lm_head", method="int8"),))
+    quantized, report = run(source, tmp_path / "out", s)
+    q, scales = int8.quantize(source.read("lm_head.weight").to_torch())
+    assert torch.equal(quantized.read("lm_head.weight").to_torch(), q)
+    assert torch.equal(quantized.read("lm_head.per_channel_scale").to_torch(), scales)
+    outer = hf_outer_state(quantized, quantized.architecture)
+    assert torch.equal(outer["lm_head.weight"], q.float() * scales[:, None])
+    assert report.linears["lm_head"]["format"] == "int8" and "lm_head" not in report.unquantized
+    stored = quantized.config["trtseek"]["quantization"]
+    assert stored["quant_algo"] == "MIXED_PRECISION"
+    assert stored["quantized"]["lm_head"] == {"format": "int8", "group_size": None}
+    with pytest.raises(KilledError):
+        quantize_checkpoint(source, DyingWorkspace(tmp_path / "killed", tmp_path / "journal", 3), settings=s)
+    quantize_checkpoint(source, FolderWorkspace(tmp_path / "killed", journal=tmp_path / "journal"), settings=s)
+    assert read_files(tmp_path / "killed") == read_files(tmp_path / "out")
+
+
+def test_the_head_alone(tmp_path: Path, llama_path: Path) -> None:
+    source = write_engine(tmp_path, llama_path)
+    rows = (Override(pattern="lm_head", method="rtn"),)
+    quantized, report = run(source, tmp_path / "out", Settings(method="none", group_size=64, recipe=rows))
+    packed, _ = int4.quantize_packed(source.read("lm_head.weight").to_torch(), 64)
+    assert torch.equal(quantized.read("lm_head.weight").to_torch(), packed)
+    assert report.linears.keys() == {"lm_head"} and report.quant_algo == "W4A16_AWQ"
 
 
 def plant_outliers(tensors: Tensors) -> None:

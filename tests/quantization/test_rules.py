@@ -9,6 +9,7 @@ import pytest
 from pipeline.checkpoint.layouts import layout_for
 from pipeline.errors import CompatibilityError
 from pipeline.quantization.rules import Selection, choose_linears
+from pipeline.quantization.selection import Override
 from tests import fixtures
 from tests.quantization.support import Model, Settings
 
@@ -32,7 +33,7 @@ def test_defaults_of_a_routed_model(deepseek_v2_path: Path) -> None:
     assert kept["transformer.layers.1.mlp.router"] == "role router is never quantized"
     assert kept["transformer.layers.1.attention.kv_b_proj"] == "role attention_latent is never quantized"
     assert kept["transformer.layers.1.attention.q_b_proj"] == "role attention_input is not included"
-    assert kept["lm_head"] == "role head is never quantized"
+    assert kept["lm_head"] == "role head is not included"
     assert kept["transformer.vocab_embedding"] == "role embedding is never quantized"
 
 
@@ -65,7 +66,7 @@ def test_exclude_patterns(llama_path: Path) -> None:
     assert selection.idle_patterns == ("*.weigth",)
 
 
-@pytest.mark.parametrize("role", ["router", "attention_latent", "head", "norm", "no_such_role"])
+@pytest.mark.parametrize("role", ["router", "attention_latent", "embedding", "norm", "no_such_role"])
 def test_roles_that_cannot_be_included(llama_path: Path, role: str) -> None:
     with pytest.raises(CompatibilityError, match=role):
         choose(llama_path, include=("mlp", role))
@@ -74,3 +75,54 @@ def test_roles_that_cannot_be_included(llama_path: Path, role: str) -> None:
 def test_nothing_left(llama_path: Path) -> None:
     with pytest.raises(CompatibilityError, match="no linear is left"):
         choose(llama_path, exclude=("*",))
+
+
+def row(pattern: str, method: str, group_size: int | None = None) -> tuple[Override, ...]:
+    return (Override(pattern=pattern, method=method, group_size=group_size),)
+
+
+@pytest.mark.parametrize(
+    ("settings", "method", "group"),
+    [
+        ({"recipe": row("lm_head", "int8")}, "int8", None),
+        ({"recipe": row("*head", "rtn", 64)}, "rtn", 64),
+        ({"method": "none", "recipe": row("lm_head.weight", "int8")}, "int8", None),
+        ({"method": "rtn", "include": ("head",)}, "rtn", 128),
+        ({"method": "awq", "include": ("mlp", "head"), "recipe": row("lm_head", "int8")}, "int8", None),
+    ],
+)
+def test_the_head_is_quantized_where_it_is_named(
+    llama_path: Path, settings: dict[str, object], method: str, group: int | None
+) -> None:
+    head = choose(llama_path, **settings).linears["lm_head"]
+    assert (head.layer, head.role, head.method, head.group) == (None, "head", method, group)
+
+
+@pytest.mark.parametrize(
+    ("settings", "reason"),
+    [
+        ({}, "role head is not included"),
+        ({"recipe": row("*", "int8")}, "role head is not included"),  # a star is for the layers
+        ({"method": "int8", "include": ("mlp", "head"), "exclude": ("lm_*",)}, "excluded by lm_*"),
+        (
+            {"method": "rtn", "include": ("mlp", "head"), "recipe": row("lm_head", "none")},
+            "left as it is by the recipe's lm_head",
+        ),
+    ],
+)
+def test_the_head_stays_16_bit_otherwise(llama_path: Path, settings: dict[str, object], reason: str) -> None:
+    assert choose(llama_path, **settings).kept["lm_head"] == reason
+
+
+@pytest.mark.parametrize("method", ["awq", "gptq", "rtn_clip", "smoothquant", "fp8", "fp8_blocks"])
+def test_methods_that_the_head_has_not(llama_path: Path, method: str) -> None:
+    with pytest.raises(CompatibilityError, match=f"lm_head does not become .* by method {method}") as error:
+        choose(llama_path, recipe=row("lm_head", method))
+    assert "{pattern: lm_head, method: int8}" in str(error.value.hint)
+
+
+def test_a_tied_head_is_the_embedding(tmp_path: Path) -> None:
+    path = fixtures.llama(tmp_path / "a", tie_word_embeddings=True)
+    with pytest.raises(CompatibilityError, match="lm_head is the embedding of this model"):
+        choose(path, recipe=row("lm_head", "int8"))
+    assert "lm_head" not in choose(path).kept

@@ -41,13 +41,15 @@ class StoredLinear:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Ask:
-    """What is to run: a model with its linears as stored, of type `dtype`, over ranks of one GPU's kind (`sm`)."""
+    """What is to run: a model with its linears as stored, of type `dtype`, over ranks of one GPU's kind (`sm`). `head`:
+    the format of lm_head, None in 16 bits."""
 
     architecture: Architecture
     linears: tuple[StoredLinear, ...]
     dtype: str
     parallel: Parallel
     sm: int
+    head: str | None = None
 
     @property
     def formats(self) -> set[str]:

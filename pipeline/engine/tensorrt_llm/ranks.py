@@ -11,7 +11,7 @@ from itertools import chain
 from typing import TYPE_CHECKING, Any
 
 from pipeline.checkpoint.engine_config import OWN_KEY
-from pipeline.checkpoint.layouts.scales import WEIGHT_SCALES
+from pipeline.checkpoint.layouts.scales import WEIGHT_SCALES, find_format
 from pipeline.checkpoint.safetensors_file import CHUNK, SafetensorsWriter
 from pipeline.checkpoint.tensors import TensorInfo
 from pipeline.engine.tensorrt_llm.ask import Ask
@@ -21,6 +21,7 @@ from pipeline.engine.tensorrt_llm.rank_tensors import list_rank_tensors
 from pipeline.engine.tensorrt_llm.support import check_support
 from pipeline.errors import CheckpointError
 from pipeline.progress import SILENT, Progress
+from pipeline.quantization.selection import HEAD_NAME
 from pipeline.sharding import Rank, layers
 
 if TYPE_CHECKING:
@@ -65,7 +66,8 @@ def write_ranks(
     quantized: Mapping[str, Any] = own.get("quantization") or {}
     a, dtype = source.architecture, own["dtype"]
     linears = list_linears(a, source.tensors)
-    check_support(Ask(architecture=a, linears=linears, dtype=dtype, parallel=parallel, sm=sm))
+    head = find_format(source.tensors, HEAD_NAME)
+    check_support(Ask(architecture=a, linears=linears, dtype=dtype, parallel=parallel, sm=sm, head=head))
     quantization = describe_quantization(
         linears,
         source.tensors,

@@ -103,6 +103,10 @@ def _find_blocks(ask: Ask) -> str | None:
     return f"{found.name} is {how.get(found.format or '', found.format)}, which only its PyTorch backend takes"
 
 
+def _find_head(ask: Ask) -> str | None:
+    return f"lm_head is {ask.head}: its exclude_modules has lm_head always, which stays 16-bit" if ask.head else None
+
+
 def _find_blackwell(ask: Ask) -> str | None:
     found = sorted(ask.formats & {*INTEGERS})
     if not found or ask.sm not in BLACKWELL:
@@ -191,6 +195,7 @@ LIMITS: tuple[Limit, ...] = (
         _find_blocks,
         "use method fp8, or backend llmapi, or stages.convert.dtype: bfloat16 for a checkpoint that is stored so",
     ),
+    Limit("head_in_16_bits", "stages.quantize", _find_head, "leave lm_head out of include and recipe"),
     Limit(
         "no_integers_on_blackwell",
         "stages.quantize.method",
