@@ -8,7 +8,7 @@ from pipeline.checkpoint.layouts import list_kinds
 from pipeline.config.case import FP8_TYPES, Case
 from pipeline.config.rules import Rule
 from pipeline.engine.tensorrt_llm.rank_sizes import pad_vocabulary, repeat_heads
-from pipeline.quantization.selection import Decision
+from pipeline.quantization.selection import GROUP_SIZES, Decision
 from pipeline.sharding.divisions import Division, divisions, find_undivided, hint_at_sizes
 from pipeline.sharding.ranks import Parallel, list_divisors
 from pipeline.sharding.spreading import Spreading
@@ -42,18 +42,25 @@ def _find_uneven(case: Case) -> str | None:
 
 def _find_cut(case: Case) -> str | None:
     """Groups, blocks and pairs of the linears as they will be stored, where all else divides."""
-    if _find_uneven(case) is not None:
+    if _find_uneven(case) is not None or (problem := _find(case, _stored(case))) is None:
         return None
+    groups = [str(size) for size in GROUP_SIZES if _find(case, _stored(case, size)) is None]
+    return f"{problem}; group sizes that would work: {', '.join(groups)}" if groups else problem
+
+
+def _stored(case: Case, largest: int = max(GROUP_SIZES)) -> list[Division]:
+    """What the model asks with its linears stored, in groups of `largest` at most."""
     spreading, asked = Spreading(case.architecture), divisions(_shape(case))
     for linear in case.chosen:
         if isinstance(linear.decision, Decision):
-            asked += spreading.linear_divisions(linear.name, linear.decision.format, linear.group or 0)
+            group = min(linear.group or 0, largest)
+            asked += spreading.linear_divisions(linear.name, linear.decision.format, group)
     if case.kept_fp8 is not None:
         for kind in list_kinds(case.architecture):
             stored = case.tensors.get(kind.first.sources[0])
             if stored is not None and stored.dtype in FP8_TYPES and kind.first.role != "mtp":
                 asked += spreading.linear_divisions(kind.first.target.removesuffix(".weight"), BLOCKS)
-    return _find(case, asked)
+    return asked
 
 
 def _find(case: Case, asked: list[Division]) -> str | None:
@@ -87,6 +94,6 @@ PARALLEL_RULES: tuple[Rule, ...] = (
         "nothing_is_cut",
         "target.parallel.tensor",
         _find_cut,
-        "take a smaller tensor parallel size or group_size, or leave that linear out of quantization",
+        "take other parallel sizes or a smaller group_size, or leave that linear out of quantization",
     ),
 )

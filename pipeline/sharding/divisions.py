@@ -75,18 +75,36 @@ def find_undivided(parallel: Parallel, asked: Iterable[Division]) -> Division | 
 def working_sizes(parallel: Parallel, setting: str, asked: Sequence[Division]) -> list[int]:
     """The values of a setting, "tensor" or "expert", that divide all that is asked, the other settings as they are."""
     if setting == "tensor":
-        limit = min(division.count for division in asked if division.axis == "tensor")
-        sizes = [size for size in range(1, limit + 1) if size % parallel.expert == 0]
+        sizes = [size for size in _tensor_sizes(asked) if size % parallel.expert == 0]
     else:
         sizes = list_divisors(parallel.tensor)
     return [size for size in sizes if find_undivided(replace(parallel, **{setting: size}), asked) is None]
 
 
 def hint_at_sizes(parallel: Parallel, setting: str, asked: Sequence[Division]) -> str:
+    """The values of one setting that would work; where those leave no more than one GPU, also pairs of both."""
     sizes = working_sizes(parallel, setting, asked)
+    hint = f"{setting} sizes that would work: {', '.join(map(str, sizes))}"
     if not sizes:
-        return f"no {setting} size works with the other parallel sizes"
-    return f"{setting} sizes that would work: {', '.join(map(str, sizes))}"
+        hint = f"no {setting} size works with the other parallel sizes"
+    works = len(sizes) > (setting == "tensor" and 1 in sizes)  # with more than one GPU, or the tensor size as it is
+    if works or not (pairs := _working_pairs(asked)):
+        return hint
+    return f"{hint}; together: {', '.join(f'{{tensor: {each.tensor}, expert: {each.expert}}}' for each in pairs)}"
+
+
+def _tensor_sizes(asked: Sequence[Division]) -> range:
+    """No more ranks than there are heads."""
+    return range(1, 1 + min(division.count for division in asked if division.axis == "tensor"))
+
+
+def _working_pairs(asked: Sequence[Division]) -> list[Parallel]:
+    """Of each tensor size the smallest expert size that works with it."""
+    found = []
+    for tensor in _tensor_sizes(asked)[1:]:
+        choices = (Parallel(tensor=tensor, expert=expert) for expert in list_divisors(tensor))
+        found += [each for each in choices if find_undivided(each, asked) is None][:1]
+    return found
 
 
 def check_division(parallel: Parallel, asked: Sequence[Division]) -> None:

@@ -103,7 +103,7 @@ CASES: list[tuple[str, Any, Any, Any, Any, str]] = [
         {"tensor": 4},
         {"tensor": 2},
         "tensor parallel size 4 does not divide the model's 86 groups of 128 inputs of transformer.layers.0.mlp.proj; "
-        "tensor sizes that would work: 1, 2",
+        "tensor sizes that would work: 1, 2; group sizes that would work: 64, 32",
     ),
     (
         "nothing_is_cut",
@@ -111,7 +111,8 @@ CASES: list[tuple[str, Any, Any, Any, Any, str]] = [
         {**RTN, "stages.quantize.group_size": 64},
         {"tensor": 8},
         {"tensor": 4},
-        "172 groups of 64 inputs of transformer.layers.0.mlp.proj; tensor sizes that would work: 1, 2, 4",
+        "172 groups of 64 inputs of transformer.layers.0.mlp.proj; tensor sizes that would work: 1, 2, 4; "
+        "group sizes that would work: 32",
     ),
     # 1408 = 11 x 128: experts may go to ranks whole, not in two.
     (
@@ -121,7 +122,9 @@ CASES: list[tuple[str, Any, Any, Any, Any, str]] = [
         {"tensor": 2},
         {"tensor": 2, "expert": 2},
         "tensor / expert parallel size 2 does not divide the model's 11 groups of 128 inputs of "
-        "transformer.layers.1.mlp.experts.0.proj; tensor sizes that would work: 1",
+        "transformer.layers.1.mlp.experts.0.proj; tensor sizes that would work: 1; together: "
+        "{tensor: 2, expert: 2}, {tensor: 4, expert: 4}, {tensor: 8, expert: 8}, {tensor: 16, expert: 16}; "
+        "group sizes that would work: 64, 32",
     ),
 ]
 

@@ -86,3 +86,11 @@ def test_sizes_of_deepseek_v3(architecture: Any) -> None:
     assert working_sizes(Parallel(), "tensor", divisions(v3)) == [1, 2, 4, 8, 16, 32, 64, 128]
     assert working_sizes(Parallel(tensor=8), "expert", divisions(v3)) == [1, 2, 4, 8]
     assert working_sizes(Parallel(tensor=32, expert=32), "tensor", divisions(v3)) == [32, 64, 128]
+
+
+def test_where_one_size_alone_cannot_help_pairs_are_named(architecture: Any) -> None:
+    v2 = architecture(fixtures.deepseek_v2)  # 4 heads, 6 experts
+    error = _problem(v2, tensor=8, expert=8)
+    assert error.hint == (
+        "no tensor size works with the other parallel sizes; together: {tensor: 2, expert: 1}, {tensor: 4, expert: 1}"
+    )
