@@ -5,6 +5,7 @@
     int8        pack-quantized    weight_packed I32 [O, I/4], weight_scale F32 [O, 1], weight_shape I64 [2]
     int8_sq     int-quantized     weight I8 [O, I], weight_scale F32 [O, 1], input_scale F32 [1]
     fp8         float-quantized   weight F8_E4M3 [O, I], weight_scale F32 [1], input_scale F32 [1]
+    fp8_rows    float-quantized   weight F8_E4M3 [O, I], weight_scale F32 [O, 1], input_scale F32 [1] where there is one
     fp8_blocks  float-quantized   weight F8_E4M3 [O, I], weight_scale F32 [O/128, I/128] rounded up
 
 INT8 weights alone are packed because vLLM reads weight-only integers so, and no other way. FP8 blocks come without a
@@ -31,7 +32,7 @@ if TYPE_CHECKING:
     import torch
 
     from pipeline.exports.linear import Numbers, Part, QuantizedLinear
-    from pipeline.exports.plan import Plan
+    from pipeline.exports.plan import Kept, Plan
 
 MIXED = "mixed-precision"
 _CHANNEL = {"type": "int", "num_bits": 8, "symmetric": True, "strategy": "channel", "dynamic": False}
@@ -40,7 +41,7 @@ _TENSOR = {"num_bits": 8, "symmetric": True, "strategy": "tensor", "dynamic": Fa
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Scheme:
-    """A row of config_groups: the format, and QuantizationArgs of weights and inputs."""
+    """A row of config_groups: the format, and QuantizationArgs of weights, and of inputs where these have a scale."""
 
     format: str
     weights: Mapping[str, Any]
@@ -55,6 +56,11 @@ SCHEMES: Mapping[str, Scheme] = {
     "int8": Scheme(format="pack-quantized", weights=_CHANNEL),
     "int8_sq": Scheme(format="int-quantized", weights=_CHANNEL, inputs={"type": "int", **_TENSOR}),
     "fp8": Scheme(format="float-quantized", weights={"type": "float", **_TENSOR}, inputs={"type": "float", **_TENSOR}),
+    "fp8_rows": Scheme(
+        format="float-quantized",
+        weights={**_CHANNEL, "type": "float"},
+        inputs={"type": "float", **_TENSOR},
+    ),
     "fp8_blocks": Scheme(
         format="float-quantized",
         weights={
@@ -115,18 +121,18 @@ def _refuse_int8(linear: QuantizedLinear) -> str | None:
 def _describe_plain(linear: QuantizedLinear, part: Part, dtype: str) -> list[TensorInfo]:
     """Eight-bit numbers as they are, with the scales that the format's row names."""
     stored = INT8 if linear.format == "int8_sq" else FP8
-    scales = {"int8_sq": (part.shape[0], 1), "fp8": (1,), "fp8_blocks": count_blocks(part.shape)}[linear.format]
+    scales = {"fp8": (1,), "fp8_blocks": count_blocks(part.shape)}.get(linear.format, (part.shape[0], 1))
     infos = [
         TensorInfo(f"{part.name}.weight", stored, part.shape),
         TensorInfo(f"{part.name}.weight_scale", "F32", scales),
     ]
-    if SCHEMES[linear.format].inputs is not None:
+    if linear.is_static:
         infos.append(TensorInfo(f"{part.name}.input_scale", "F32", (1,)))
     return infos
 
 
 def _encode_plain(numbers: Numbers, dtype: str) -> list[torch.Tensor]:
-    scales = numbers.scales[:, None] if numbers.format == "int8_sq" else numbers.scales
+    scales = numbers.scales[:, None] if numbers.format in ("int8_sq", "fp8_rows") else numbers.scales
     return [numbers.q, scales, *([] if numbers.inputs is None else [numbers.inputs])]
 
 
@@ -135,6 +141,7 @@ ENCODINGS: Mapping[str, Encoding] = {
     "int8": Encoding(describe=_describe_int8, encode=_encode_int8, refuse=_refuse_int8),
     "int8_sq": Encoding(describe=_describe_plain, encode=_encode_plain, refuse=_refuse_prescaled),
     "fp8": Encoding(describe=_describe_plain, encode=_encode_plain),
+    "fp8_rows": Encoding(describe=_describe_plain, encode=_encode_plain),
     "fp8_blocks": Encoding(describe=_describe_plain, encode=_encode_plain, refuse=refuse_cut_blocks),
 }
 
@@ -144,16 +151,16 @@ def describe(plan: Plan) -> dict[str, Any] | None:
     if not plan.kept:
         return None
     every = [*plan.kept, *plan.wide_linears]
-    members: dict[tuple[str, int | None], list[str]] = defaultdict(list)
+    members: dict[Kept, list[str]] = defaultdict(list)
     for name, kept in plan.kept.items():
-        members[kept.format, kept.group].append(name)
+        members[kept].append(name)
     groups = {}
-    for index, ((format, group), names) in enumerate(members.items()):
-        scheme = SCHEMES[format]
+    for index, (kept, names) in enumerate(members.items()):
+        scheme = SCHEMES[kept.format]
         groups[f"group_{index}"] = {
             "targets": [f"re:{pattern}$" for pattern in make_patterns(names, every)],
-            "weights": {**scheme.weights, **({"group_size": group} if group else {})},
-            "input_activations": scheme.inputs,
+            "weights": {**scheme.weights, **({"group_size": kept.group} if kept.group else {})},
+            "input_activations": scheme.inputs if kept.static else None,
             "output_activations": None,
             "format": scheme.format,
         }

@@ -26,12 +26,14 @@ REPORT = "export.json"
 @dataclass(frozen=True, slots=True, kw_only=True)
 class FolderFormat:
     """A format of safetensors folders. `describe` gives config.json's quantization_config, `files` further JSON files;
-    `widens`: linears that it has no place for are in 16 bits by its nature, not by a wish."""
+    `widens`: linears that it has no place for are in 16 bits by its nature, not by a wish. `name_caches`: of
+    plan_export."""
 
     encodings: Callable[[CheckpointFolder], Mapping[str, Encoding]]
     describe: Callable[[Plan], dict[str, Any] | None]
     files: Callable[[Plan], Mapping[str, Mapping[str, Any]]] = lambda plan: {}
     widens: bool = False
+    name_caches: Callable[[int], Sequence[str]] | None = None
 
 
 FOLDERS: Mapping[str, FolderFormat] = {
@@ -41,7 +43,10 @@ FOLDERS: Mapping[str, FolderFormat] = {
         encodings=lambda engine: compressed_tensors.ENCODINGS, describe=compressed_tensors.describe
     ),
     "modelopt": FolderFormat(
-        encodings=lambda engine: modelopt.ENCODINGS, describe=modelopt.describe, files=modelopt.list_files
+        encodings=lambda engine: modelopt.ENCODINGS,
+        describe=modelopt.describe,
+        files=modelopt.list_files,
+        name_caches=modelopt.name_cache_scales,
     ),
 }
 GGUF = "gguf"
@@ -101,7 +106,9 @@ def export_checkpoint(
     find = find_linear if asymmetric is None else awq.find_rounded(asymmetric)
     others = WIDEN if row.widens else others
     with new_folder(output) as folder:
-        plan = plan_export(engine, row.encodings(engine), others=others, format=format, find=find)
+        plan = plan_export(
+            engine, row.encodings(engine), others=others, format=format, find=find, name_caches=row.name_caches
+        )
         if not plan.kept and not row.widens:
             raise CompatibilityError(
                 f"{engine.path} has no linear that {format} could hold",

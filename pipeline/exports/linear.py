@@ -16,6 +16,7 @@ from pipeline.checkpoint.layouts.scales import (
     CHANNEL_SCALES,
     PRESCALE,
     WEIGHT_SCALES,
+    WEIGHT_SCALES_2,
     count_blocks,
     find_format,
 )
@@ -32,13 +33,15 @@ if TYPE_CHECKING:
 # Which of a linear's tensors are its weight's scales.
 SCALES: AbstractMapping[str, str] = {
     "int4": WEIGHT_SCALES,
+    "int4_fp8": WEIGHT_SCALES,
     "fp8": WEIGHT_SCALES,
     "fp8_rows": CHANNEL_SCALES,
     "fp8_blocks": BLOCK_SCALES,
     "int8": CHANNEL_SCALES,
     "int8_sq": WEIGHT_SCALES,
 }
-KINDS = ("weight", *dict.fromkeys(SCALES.values()), ACTIVATION_SCALES, PRESCALE)
+PACKED = ("int4", "int4_fp8")  # two numbers in a byte, a scale per group
+KINDS = ("weight", *dict.fromkeys(SCALES.values()), WEIGHT_SCALES_2, ACTIVATION_SCALES, PRESCALE)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -53,13 +56,15 @@ class Part:
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Numbers:
     """`q` [O, I], int8 or float8_e4m3fn; `scales` float32, [O, I/g] of INT4, [O] of INT8, [1] of FP8, by blocks of FP8
-    blocks; `zeros` uint8 [O, I/g] where q has a zero point; `inputs` float32 [1], the static scale of its input;
-    `prescale` [I], what its input is multiplied by."""
+    blocks; `zeros` uint8 [O, I/g] where q has a zero point; `second` float32 [1], what INT4's scales are divided by
+    where its input is FP8; `inputs` float32 [1], the static scale of its input; `prescale` [I], what its input is
+    multiplied by."""
 
     format: str
     q: torch.Tensor
     scales: torch.Tensor
     zeros: torch.Tensor | None = None
+    second: torch.Tensor | None = None
     inputs: torch.Tensor | None = None
     prescale: torch.Tensor | None = None
 
@@ -103,11 +108,16 @@ class QuantizedLinear:
     @cached_property
     def group(self) -> int | None:
         """Inputs per scale of INT4."""
-        return self.mapping.target_shape[1] // self._scale_shape[1] if self.format == "int4" else None
+        return self.mapping.target_shape[1] // self._scale_shape[1] if self.format in PACKED else None
 
     @property
     def is_prescaled(self) -> bool:
         return f"{self.base}.{PRESCALE}" in self.source.tensors
+
+    @property
+    def is_static(self) -> bool:
+        """Whether its input is rounded, by a scale that is stored."""
+        return f"{self.base}.{ACTIVATION_SCALES}" in self.source.tensors
 
     def read_scales(self) -> torch.Tensor:
         return self.source.read(f"{self.base}.{SCALES[self.format]}").to_torch()
@@ -117,21 +127,24 @@ class QuantizedLinear:
         from pipeline.quantization.int4 import unpack
 
         stored = self.source.read(f"{self.base}.weight").to_torch()
-        inputs, prescale = (self._read_optional(kind) for kind in (ACTIVATION_SCALES, PRESCALE))
-        q = unpack(stored) if self.format == "int4" else stored
-        return Numbers(format=self.format, q=q, scales=self.read_scales(), inputs=inputs, prescale=prescale)
+        second, inputs, prescale = map(self._read_optional, (WEIGHT_SCALES_2, ACTIVATION_SCALES, PRESCALE))
+        q = unpack(stored) if self.format in PACKED else stored
+        return Numbers(
+            format=self.format, q=q, scales=self.read_scales(), second=second, inputs=inputs, prescale=prescale
+        )
 
     def check(self) -> None:
         """Raises CheckpointError where the tensors are not of the shapes that go with config.json's."""
         rows, columns = self.mapping.target_shape
-        groups = self._scale_shape[-1] if self.format == "int4" else 1
+        is_packed = self.format in PACKED
+        groups = self._scale_shape[-1] if is_packed else 1
+        in_groups = (rows, groups if groups and columns % groups == 0 else columns)
         wanted = {
-            "weight": (rows // 2, columns) if self.format == "int4" else (rows, columns),
-            SCALES[self.format]: {
-                "int4": (rows, groups if groups and columns % groups == 0 else columns),
-                "fp8": (1,),
-                "fp8_blocks": count_blocks((rows, columns)),
-            }.get(self.format, (rows,)),
+            "weight": (rows // 2, columns) if is_packed else (rows, columns),
+            SCALES[self.format]: {"fp8": (1,), "fp8_blocks": count_blocks((rows, columns))}.get(
+                self.format, in_groups if is_packed else (rows,)
+            ),
+            WEIGHT_SCALES_2: (1,),
             PRESCALE: (columns,),
             ACTIVATION_SCALES: (1,),
         }

@@ -3,8 +3,11 @@
     of ours   quant_algo    tensors of a linear [O, I]
     int4      W4A16_AWQ     weight U8 [O/2, I] (row 2r in the low nibble, 2r + 1 in the high one, as in ours),
                             weight_scale F32 [O, I/g], pre_quant_scale [I] in the model's type where there is one
+    int4_fp8  W4A8_AWQ      the same, and F32 [] input_scale and weight_scale_2, by which a reader divides weight_scale
     fp8       FP8           weight F8_E4M3 [O, I], weight_scale F32 [], input_scale F32 []
+    fp8_rows  FP8           the same, where each of the hub's linears has one scale of its own
 
+The step of a layer's FP8 cache is k_proj.k_scale and v_proj.v_scale, F32 []: ours is one, of both.
 hf_quant_config.json names the algorithm and what is left out; of more than one, MIXED_PRECISION, with each linear's.
 """
 
@@ -15,6 +18,7 @@ from typing import TYPE_CHECKING, Any
 
 from pipeline.checkpoint.layouts.scales import FP8
 from pipeline.checkpoint.tensors import TensorInfo
+from pipeline.exports.awq import refuse_head
 from pipeline.exports.plan import Encoding
 from pipeline.quantization.selection import FORMATS as ROWS
 from pipeline.quantization.selection import MIXED
@@ -36,6 +40,8 @@ def _describe_int4(linear: QuantizedLinear, part: Part, dtype: str) -> list[Tens
     ]
     if linear.is_prescaled:
         infos.append(TensorInfo(f"{part.name}.pre_quant_scale", dtype, (columns,)))
+    if linear.format == "int4_fp8":
+        infos += [TensorInfo(f"{part.name}.{kind}", "F32", ()) for kind in ("weight_scale_2", "input_scale")]
     return infos
 
 
@@ -45,10 +51,13 @@ def _encode_int4(numbers: Numbers, dtype: str) -> list[torch.Tensor]:
     from pipeline.quantization.int4 import pack
 
     packed = pack(numbers.q.contiguous()).view(torch.uint8)
-    return [packed, numbers.scales, *([] if numbers.prescale is None else [numbers.prescale])]
+    steps = [each.reshape(()) for each in (numbers.second, numbers.inputs) if each is not None]
+    return [packed, numbers.scales, *([] if numbers.prescale is None else [numbers.prescale]), *steps]
 
 
 def _refuse_int4(linear: QuantizedLinear) -> str | None:
+    if (reason := refuse_head(linear)) is not None:
+        return reason
     return "its rows do not pack in pairs" if any(part.shape[0] % 2 for part in linear.parts) else None
 
 
@@ -59,13 +68,30 @@ def _describe_fp8(linear: QuantizedLinear, part: Part, dtype: str) -> list[Tenso
 
 def _encode_fp8(numbers: Numbers, dtype: str) -> list[torch.Tensor]:
     inputs = numbers.scales if numbers.inputs is None else numbers.inputs
-    return [numbers.q, numbers.scales.reshape(()), inputs.reshape(())]
+    return [numbers.q, numbers.scales[0], inputs[0]]
+
+
+def _refuse_fp8_rows(linear: QuantizedLinear) -> str | None:
+    if not linear.is_static:
+        return "its FP8 weights have no static scale of their input"
+    scales = linear.read_scales()
+    if any(bool((scales[part.rows] != scales[part.rows.start]).any()) for part in linear.parts):
+        return "its FP8 weights have a scale for each output"
+    return None
 
 
 ENCODINGS: Mapping[str, Encoding] = {
     "int4": Encoding(describe=_describe_int4, encode=_encode_int4, refuse=_refuse_int4),
+    "int4_fp8": Encoding(describe=_describe_int4, encode=_encode_int4, refuse=_refuse_int4),
     "fp8": Encoding(describe=_describe_fp8, encode=_encode_fp8),
+    "fp8_rows": Encoding(describe=_describe_fp8, encode=_encode_fp8, refuse=_refuse_fp8_rows),
 }
+
+
+def name_cache_scales(layer: int) -> tuple[str, str]:
+    """Of keys and of values."""
+    base = f"model.layers.{layer}.self_attn"
+    return f"{base}.k_proj.k_scale", f"{base}.v_proj.v_scale"
 
 
 def describe(plan: Plan) -> dict[str, Any] | None:
@@ -79,18 +105,17 @@ def list_files(plan: Plan) -> Mapping[str, Mapping[str, Any]]:
 
 
 def _describe(plan: Plan) -> dict[str, Any]:
-    kinds = {(kept.format, kept.group) for kept in plan.kept.values()}
+    layers = {name: _name(kept) for name, kept in plan.kept.items()}
+    first = next(iter(layers.values()))
     routers = [name for name, role in plan.plain.items() if role == "router"]
-    document: dict[str, Any] = {"quant_algo": MIXED, "kv_cache_quant_algo": None}
-    if len(kinds) == 1:
-        document |= _name(next(iter(plan.kept.values())))
-    else:
-        document["quantized_layers"] = {name: _name(kept) for name, kept in plan.kept.items()}
+    document: dict[str, Any] = {"quant_algo": MIXED, "kv_cache_quant_algo": plan.cache_algo}
+    document |= first if all(each == first for each in layers.values()) else {"quantized_layers": layers}
     return {**document, "exclude_modules": sorted([*plan.wide_linears, *routers])}
 
 
 def _name(kept: Kept) -> dict[str, Any]:
-    row: dict[str, Any] = {"quant_algo": ROWS[kept.format].quant_algo}
+    stored = "fp8" if kept.format == "fp8_rows" else kept.format
+    row: dict[str, Any] = {"quant_algo": ROWS[stored].quant_algo}
     if kept.group:
         row |= {"group_size": kept.group, "has_zero_point": False, "pre_quant_scale": True}
     return row

@@ -7,7 +7,7 @@ share that fate, since servers fuse them again.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING
 
@@ -15,7 +15,7 @@ from pipeline.checkpoint.casting import FLOATS
 from pipeline.checkpoint.engine_config import OWN_KEY
 from pipeline.checkpoint.export import read_dense
 from pipeline.checkpoint.layouts import layout_for
-from pipeline.checkpoint.layouts.scales import CACHE_SCALES
+from pipeline.checkpoint.layouts.scales import CACHE_SCALES, cache_scale
 from pipeline.checkpoint.tensors import MODEL_DTYPES, RawTensor, TensorInfo
 from pipeline.errors import CheckpointError, CompatibilityError
 from pipeline.exports.linear import Numbers, Part, QuantizedLinear, find_linear
@@ -26,6 +26,7 @@ if TYPE_CHECKING:
     from pipeline.checkpoint.folder import CheckpointFolder
     from pipeline.checkpoint.layouts import Mapping as TensorMapping
 
+CACHE = "FP8"  # kv_cache_quant_algo of the caches whose scales other formats have
 REFUSE, WIDEN = "refuse", "16bit"  # what to do with linears that a format cannot hold
 
 
@@ -44,10 +45,12 @@ class Encoding:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Kept:
-    """How a hub's linear was stored in the engine checkpoint, and so is in the export."""
+    """How a hub's linear was stored in the engine checkpoint, and so is in the export. `static`: with a scale of its
+    input."""
 
     format: str
     group: int | None
+    static: bool
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -62,7 +65,8 @@ class Entry:
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Plan:
     """`kept`, `widened` and `plain`: the hub's linears, without ".weight", that stay quantized; that come in 16 bits,
-    with the reason; that were in 16 bits. `left_out`: engine tensors that no export has."""
+    with the reason; that were in 16 bits. `caches`: the scales of a quantized KV cache that the export has too;
+    `left_out`: engine tensors that it has not."""
 
     engine: CheckpointFolder
     dtype: str
@@ -70,7 +74,13 @@ class Plan:
     kept: dict[str, Kept] = field(default_factory=dict)
     widened: dict[str, str] = field(default_factory=dict)
     plain: dict[str, str] = field(default_factory=dict)  # with their role
+    caches: list[str] = field(default_factory=list)
     left_out: list[str] = field(default_factory=list)
+
+    @property
+    def cache_algo(self) -> str | None:
+        """Of the KV cache whose scales the export has."""
+        return CACHE if self.caches else None
 
     @property
     def is_quantized(self) -> bool:
@@ -91,9 +101,13 @@ def plan_export(
     others: str,
     format: str,
     find: Callable[[CheckpointFolder, TensorMapping], QuantizedLinear | None] = find_linear,
+    name_caches: Callable[[int], Sequence[str]] | None = None,
 ) -> Plan:
-    """`others`: REFUSE or WIDEN. Raises CheckpointError for a folder that is no engine checkpoint, CompatibilityError
-    for linears that `format` cannot hold, unless they are to be widened."""
+    """`others`: REFUSE or WIDEN. `name_caches`: what the format calls the scale of a layer's FP8 cache, if anything.
+
+    Raises CheckpointError for a folder that is no engine checkpoint, CompatibilityError for linears that `format`
+    cannot hold, unless they are to be widened.
+    """
     own = engine.config.get(OWN_KEY)
     if not isinstance(own, dict) or str(own.get("dtype")) not in MODEL_DTYPES:
         raise CheckpointError(
@@ -113,6 +127,11 @@ def plan_export(
         entry = _plan_plain(plan, mapping) if linear is None else _plan_linear(plan, linear, encodings, others, format)
         plan.entries.append(entry)
         unread.difference_update(entry.sources)
+    if name_caches is not None and (own.get("quantization") or {}).get("kv_cache_quant_algo") == CACHE:
+        for layer in range(engine.architecture.num_layers):
+            if (name := cache_scale(layer)) in unread:
+                plan.entries.append(_plan_cache(plan, name, name_caches(layer)))
+        unread.difference_update(plan.caches)
     plan.left_out.extend(sorted(name for name in unread if name.endswith(CACHE_SCALES)))
     if unread.difference(plan.left_out):
         raise CheckpointError(
@@ -158,7 +177,8 @@ def _plan_linear(
             )
         plan.widened.update((part.name, str(reason)) for part in linear.parts)
         return _plan_widened(plan, linear)
-    plan.kept.update((part.name, Kept(format=linear.format, group=linear.group)) for part in linear.parts)
+    kept = Kept(format=linear.format, group=linear.group, static=linear.is_static)
+    plan.kept.update((part.name, kept) for part in linear.parts)
     infos = [info for part in linear.parts for info in encoding.describe(linear, part, plan.dtype)]
 
     def make() -> Iterator[RawTensor]:
@@ -180,6 +200,24 @@ def _plan_widened(plan: Plan, linear: QuantizedLinear) -> Entry:
             yield RawTensor.from_torch(whole[part.rows])
 
     return Entry(infos=infos, make=make, sources=linear.tensors)
+
+
+def _plan_cache(plan: Plan, name: str, names: Sequence[str]) -> Entry:
+    """The one scale of keys and values under each of `names`, as a scalar."""
+    info = plan.engine.tensors[name]
+    if (info.dtype, info.shape) != ("F32", (1,)):
+        raise CheckpointError(
+            f"{name} is {info.dtype}{list(info.shape)}, and not F32[1]",
+            hint="quantize again; the folder is damaged",
+        )
+    plan.caches.append(name)
+
+    def make() -> Iterator[RawTensor]:
+        data = plan.engine.read(name).data
+        for _ in names:
+            yield RawTensor(info.dtype, (), data)
+
+    return Entry(infos=[TensorInfo(each, info.dtype, ()) for each in names], make=make, sources=[name])
 
 
 def widen(weight: torch.Tensor, dtype: str, name: str) -> torch.Tensor:

@@ -57,7 +57,14 @@ def convert(name: str, path: Path, **options: Any) -> CheckpointFolder:
 
 
 def quantize(
-    name: str, method: str, path: Path, *, recipe: Mapping[str, str] | None = None, group: int = 64, **options: Any
+    name: str,
+    method: str,
+    path: Path,
+    *,
+    recipe: Mapping[str, str] | None = None,
+    group: int = 64,
+    kv_cache: str = "none",
+    **options: Any,
 ) -> CheckpointFolder:
     """The fixture quantized, at `path`/quantized. `recipe`: pattern to method."""
     source = convert(name, path, **options)
@@ -67,6 +74,7 @@ def quantize(
         group_size=group,
         calibration=CalibrationSettings(files=(write_text(path / "text.txt"),), samples=24, length=32),
         unrouted_experts="share_scale",
+        kv_cache=kv_cache,
         recipe=tuple(Override(pattern=pattern, method=each) for pattern, each in (recipe or {}).items()),
     )
     workspace = FolderWorkspace(path / "quantized", journal=path / "quantized.journal")

@@ -14,6 +14,8 @@ from compressed_tensors.utils.match import match_name
 
 from pipeline.errors import CheckpointError, CompatibilityError
 from pipeline.exports.formats import export_checkpoint
+from tests.checkpoint.foreign.cases import write
+from tests.checkpoint.foreign.test_convert import convert
 from tests.exports import support
 
 MIXED = {
@@ -110,6 +112,19 @@ def test_a_quantized_head_is_a_linear_as_any(method: str, kept: str, tmp_path: P
     report = export_checkpoint(engine, tmp_path / "plain", "hf")
     assert report.widened.keys() == {"lm_head"}
     assert support.distance(support.logits_of(tmp_path / "plain"), support.our_logits(engine)) < 1e-4
+
+
+@pytest.mark.parametrize(("name", "bound"), [("compressed-fp8-static", 0.02), ("compressed-fp8-dynamic", 1e-4)])
+def test_fp8_with_a_scale_for_each_output(name: str, bound: float, tmp_path: Path) -> None:
+    """As it comes of others' checkpoints: of q, k and v with scales of their own, or of every row."""
+    engine, _ = convert(write(name, tmp_path), tmp_path / "engine", dtype="float32")
+    report = export_checkpoint(engine, tmp_path / "out", "compressed_tensors")
+    assert report.quantized["fp8_rows"] > 0 and not report.widened
+    config = read_config(tmp_path / "out")
+    scheme = find_scheme(config, "model.layers.0.self_attn.k_proj")
+    assert scheme is not None and scheme.weights is not None and scheme.weights.strategy == "channel"
+    assert (scheme.input_activations is not None) == name.endswith("static")
+    assert support.distance(support.logits_of(tmp_path / "out"), support.our_logits(engine)) < bound
 
 
 @pytest.mark.parametrize("name", ["v2", "v3"])

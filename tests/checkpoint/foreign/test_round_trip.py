@@ -31,7 +31,10 @@ def assert_same_tensors(one: CheckpointFolder, other: CheckpointFolder) -> None:
         ("gptq-moe", "compressed_tensors"),
         ("modelopt-int4", "modelopt"),
         ("compressed-int8-static", "compressed_tensors"),
+        ("compressed-fp8-static", "compressed_tensors"),
+        ("compressed-fp8-dynamic", "compressed_tensors"),
         ("compressed-fp8-blocks", "compressed_tensors"),
+        ("modelopt-fp8", "modelopt"),
     ],
 )
 def test_an_export_of_it_comes_back_byte_for_byte(name: str, format: str, tmp_path: Path) -> None:
