@@ -1,6 +1,7 @@
 """Large models on a small machine: memory that does not grow, engines without weights.
 
-    python -m benchmarks.scale stripped v2-lite      builds without weights at the model's true shapes: v2-lite, v2-236b
+    python -m benchmarks.scale stripped v2-lite      builds without weights at the model's shapes: v2-lite, v2-236b
+    python -m benchmarks.scale plugins v2-lite       the same with RoPE, attention and experts as plugins
     python -m benchmarks.scale memory [2 8]          convert and round to nearest, peak memory by size in GB
     python -m benchmarks.scale fp8 [2 6]             the same from FP8 blocks, which convert keeps
     python -m benchmarks.scale workers [2]           16 bits with one process and with two
@@ -13,67 +14,21 @@ from __future__ import annotations
 
 import argparse
 import itertools
-import resource
 import shutil
 import subprocess
 import sys
 import time
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
+from functools import partial
 from pathlib import Path
 
 from benchmarks import synthetic
-from pipeline.engine.builder import build_engine
-from pipeline.engine.engine_file import inspect_engine
-from pipeline.engine.limits import BuildLimits, Rectangle
-from pipeline.engine.refit_list import load_refit_list
-from pipeline.network.spec import NetworkSpec
-from pipeline.progress import format_amount, make_reporter
+from benchmarks.stripped import FOLDER, PLUGINS, build_stripped
+from pipeline.progress import format_amount
 
-FOLDER = Path("out/benchmarks/scale")
 FLAT = 0.10  # of peak memory, between sizes
 PACK_BAR = 0.6  # GB/s of 16-bit source on one core
-LIMITS = BuildLimits(
-    max_seq_len=4096,
-    max_batch_size=16,
-    max_num_tokens=2048,
-    generation=(Rectangle(batch=16, length=4096),),
-    max_blocks=1025,
-)
-
-
-def build_stripped(names: Sequence[str]) -> bool:
-    """INT4 by the default rules, MLA, dense experts; one context and one generation profile, SM80."""
-    for name in names or ["v2-lite"]:
-        folder = FOLDER / f"{name}-stripped"
-        shutil.rmtree(folder, ignore_errors=True)
-        checkpoint = synthetic.sparse_int4(folder / "checkpoint", synthetic.MODELS[name][0])
-        description = build_engine(
-            backend="tensorrt_rtx",
-            checkpoint=checkpoint,
-            spec=NetworkSpec(dtype="float16", max_seq_len=LIMITS.max_seq_len, block_size=LIMITS.block_size),
-            limits=LIMITS,
-            sm=80,
-            output=folder / "engine" / "model.engine",
-            log=folder / "build.log",
-            progress=make_reporter(),
-            weights="stripped",
-        )
-        processor = resource.getrusage(resource.RUSAGE_CHILDREN)
-        build, wanted = description.build, load_refit_list(folder / "engine")
-        engine = inspect_engine(folder / "engine" / "model.engine")
-        print(f"{name}: {len(wanted.constants)} constants of {format_amount(wanted.nbytes, 'B')}, not in the engine "
-              f"of {format_amount(description.nbytes, 'B')}")  # fmt: skip
-        print(f"  built in {build.seconds:.0f} s, {processor.ru_utime + processor.ru_stime:.0f} s of processor; "
-              f"peak memory {format_amount(build.peak_bytes, 'B')} resident, "
-              f"{format_amount(build.peak_anonymous_bytes, 'B')} of it anonymous (sampled)")  # fmt: skip
-        for profile in engine.profiles:
-            print(f"  workspace {format_amount(profile.workspace_bytes, 'B')}, "
-                  f"{sum(profile.graph.kernels.values())} kernels")  # fmt: skip
-        shutil.rmtree(folder / "checkpoint")
-    return True
-
-
 WORKER = """
 import re, sys, time
 from pathlib import Path
@@ -217,6 +172,7 @@ def measure_packing(_arguments: Sequence[str]) -> bool:
 
 COMMANDS: dict[str, Callable[[Sequence[str]], bool]] = {
     "stripped": build_stripped,
+    "plugins": partial(build_stripped, lowering=PLUGINS),
     "memory": measure_memory,
     "fp8": measure_fp8,
     "workers": compare_workers,
