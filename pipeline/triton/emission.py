@@ -7,12 +7,16 @@ import os
 import shutil
 from collections.abc import Callable, Iterable, Mapping
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from pipeline.digest import digest_file, digest_json
+from pipeline.errors import PackageError
 from pipeline.progress import Progress
 from pipeline.triton import MODEL_REPO
 from pipeline.triton.model_config import print_config
+
+if TYPE_CHECKING:
+    from pipeline.checkpoint.folder import CheckpointFolder
 
 REPOSITORY, BACKENDS, ARTIFACTS = "model_repository", "backends", "artifacts"
 VERSION = "1"
@@ -82,6 +86,18 @@ class Linker:
                 self.progress.note(f"files are copied, not linked: {error.strerror} (from {source.parent})")
                 self.noted = True
             shutil.copyfile(source, target)
+
+
+def open_with_tokenizer(checkpoint: Path) -> CheckpointFolder:
+    """Raises PackageError where it has no tokenizer: what serves it takes and gives text."""
+    from pipeline.checkpoint.folder import CheckpointFolder
+
+    if not (checkpoint / "tokenizer_config.json").is_file():
+        raise PackageError(
+            f"{checkpoint} has no tokenizer, and the models take and give text",
+            hint="copy tokenizer.json and tokenizer_config.json into the model's folder and convert it again",
+        )
+    return CheckpointFolder.open(checkpoint)
 
 
 def by_name(files: Iterable[Path]) -> dict[str, Path]:

@@ -29,6 +29,7 @@ from pipeline.triton.emission import (
     Linker,
     by_name,
     list_modules,
+    open_with_tokenizer,
     write_models,
 )
 from pipeline.triton.lint import check_repository
@@ -153,16 +154,10 @@ def _check_belonging(description: EngineDescription, checkpoint: Path, network: 
 def _list_files(
     description: EngineDescription, engine: Path, checkpoint: Path, network: Path
 ) -> dict[str, dict[str, Path]]:
-    from pipeline.checkpoint.folder import CheckpointFolder
     from pipeline.engine.description import DESCRIPTION
     from pipeline.engine.limits import STRIPPED
 
-    folder = CheckpointFolder.open(checkpoint)
-    if not (checkpoint / "tokenizer_config.json").is_file():
-        raise PackageError(
-            f"{checkpoint} has no tokenizer, and the models take and give text",
-            hint="copy tokenizer.json and tokenizer_config.json into the model's folder and convert it again",
-        )
+    folder = open_with_tokenizer(checkpoint)
     names = [DESCRIPTION]
     for rank in description.all_ranks:
         place = PurePath(rank.file).parent

@@ -13,10 +13,9 @@ from typing import TYPE_CHECKING
 
 import yaml
 
-from pipeline.errors import PackageError
 from pipeline.progress import SILENT, Progress
 from pipeline.triton import MODEL_REPO
-from pipeline.triton.emission import ARTIFACTS, REPOSITORY, VERSION, Linker, by_name
+from pipeline.triton.emission import ARTIFACTS, REPOSITORY, VERSION, Linker, by_name, open_with_tokenizer
 from pipeline.triton.launch import write_launch
 from pipeline.triton.llmapi.model_yaml import list_arguments
 
@@ -36,14 +35,7 @@ def emit_repository(
 ) -> None:
     """Writes the package into the folder `output`. `checkpoint`: the exported Hugging Face folder. `on_link` is told of
     every file linked or copied, with its digest. Raises PackageError where it has no tokenizer."""
-    from pipeline.checkpoint.folder import CheckpointFolder
-
-    folder = CheckpointFolder.open(checkpoint)
-    if not (checkpoint / "tokenizer_config.json").is_file():
-        raise PackageError(
-            f"{checkpoint} has no tokenizer, and the LLM API takes text",
-            hint="copy tokenizer.json and tokenizer_config.json into the model's folder and convert it again",
-        )
+    folder = open_with_tokenizer(checkpoint)
     files = sorted(file for file in checkpoint.iterdir() if file.is_file())
     progress.start("package", sum(file.stat().st_size for file in files), "B")
     linked = Linker(output / ARTIFACTS, on_link, progress).link_folder("checkpoint", by_name(files))

@@ -17,7 +17,16 @@ from typing import TYPE_CHECKING, Any
 from pipeline.errors import PackageError
 from pipeline.progress import SILENT, Progress
 from pipeline.triton import MODEL_REPO
-from pipeline.triton.emission import ARTIFACTS, BY_TRITON, REPOSITORY, Linker, by_name, list_modules, write_models
+from pipeline.triton.emission import (
+    ARTIFACTS,
+    BY_TRITON,
+    REPOSITORY,
+    Linker,
+    by_name,
+    list_modules,
+    open_with_tokenizer,
+    write_models,
+)
 from pipeline.triton.launch import write_launch
 from pipeline.triton.lint import check_repository
 from pipeline.triton.model_config import Models, build_configs, text_parameters
@@ -45,19 +54,13 @@ def emit_repository(
     """Writes the repository into the folder `output` and lints it. `build`: the build stage's output; `checkpoint`: the
     engine checkpoint, for its tokenizer. `on_link` is told of every file linked or copied, with its digest. Raises
     BuildError where the engine is damaged, PackageError where there is no tokenizer, or for what `lint` finds."""
-    from pipeline.checkpoint.folder import CheckpointFolder
     from pipeline.engine.tensorrt_llm.engine_folder import read_engine_folder
     from pipeline.engine.tensorrt_llm.record import ENGINE, load_record
     from pipeline.engine.tensorrt_llm.request import EngineRequest
 
     record, engine = load_record(build), read_engine_folder(build / ENGINE)
     request = EngineRequest.from_json(record.request)
-    folder = CheckpointFolder.open(checkpoint)
-    if not (checkpoint / "tokenizer_config.json").is_file():
-        raise PackageError(
-            f"{checkpoint} has no tokenizer, and the models take and give text",
-            hint="copy tokenizer.json and tokenizer_config.json into the model's folder and convert it again",
-        )
+    folder = open_with_tokenizer(checkpoint)
     if different := {name for name in record.files if record.files[name] != engine.files.get(name)}:
         raise PackageError(
             f"{engine.path}: {', '.join(sorted(different))} changed since the build", hint="run the build stage again"
