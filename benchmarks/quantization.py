@@ -199,7 +199,7 @@ def _compare(model: Model, method: str, peer: str) -> bool:
     return passed
 
 
-def measure_memory(sizes: Sequence[str], methods: Sequence[str]) -> bool:
+def measure_memory(sizes: Sequence[str], methods: Sequence[str] = METHODS) -> bool:
     """Random routed checkpoints of several sizes: the peak must not follow the size."""
     peaks: dict[str, list[int]] = {method: [] for method in methods}
     passed, folder = True, FOLDER / "memory"

@@ -77,7 +77,8 @@ class Model:
         embeddings = build_hf_rotary(self.config)(hidden, torch.arange(length)[None].expand(hidden.shape[0], -1))
         mask = causal_mask(length, torch.float32)
         with torch.no_grad():
-            return module(hidden, attention_mask=mask, position_embeddings=embeddings)
+            out: Tensor = module(hidden, attention_mask=mask, position_embeddings=embeddings)
+            return out
 
 
 @dataclass(frozen=True, kw_only=True)
