@@ -77,7 +77,7 @@ class Model:
         embeddings = build_hf_rotary(self.config)(hidden, torch.arange(length)[None].expand(hidden.shape[0], -1))
         mask = causal_mask(length, torch.float32)
         with torch.no_grad():
-            out: Tensor = module(hidden, attention_mask=mask, position_embeddings=embeddings)
+            out: torch.Tensor = module(hidden, attention_mask=mask, position_embeddings=embeddings)
             return out
 
 
