@@ -85,13 +85,12 @@ class LoadedEngine:
 
     @property
     def capturable(self) -> bool:
-        """Whether a CUDA graph can hold its steps: not where a plugin has the host read what it counted. Those of several
-        ranks would have to be captured together, which nobody has tried."""
+        """Whether a CUDA graph can hold its steps: not where a plugin has the host read what it counted, nor those of
+        several ranks, which would have to be captured together."""
         from plugins.registry import find_class
 
-        return self._communicator is None and not any(
-            find_class(plugin.operation).EXCHANGES for plugin in self.description.plugins
-        )
+        counts = any(find_class(plugin.operation).EXCHANGES for plugin in self.description.plugins)
+        return self._communicator is None and not counts
 
     def refuse(self, problem: str) -> RunnerError:
         return RunnerError(self._say(problem))
