@@ -21,14 +21,14 @@ def describe_memory(config: Config, architecture: Architecture, tensors: Mapping
     several GPUs, those of the one with the heaviest layers."""
     from pipeline.config.case import Case
     from pipeline.engine.memory import RESERVE_BYTES, fit_batches, plan_memory
-    from pipeline.engine.split import Split
     from pipeline.network.spec import Lowering
+    from pipeline.sharding.ranks import Parallel
 
     dtype = config.stages.convert.dtype or architecture.dtype
     build, rules = config.stages.build, config.stages.quantize.rules
     limits, cache = build.limits(), config.stages.quantize.kv_cache
     fp8 = Case(config=config, architecture=architecture, tensors=tensors).kept_fp8 is not None
-    split = Split(**config.target.parallel.model_dump())
+    parallel = Parallel(**config.target.parallel.model_dump())
     options: dict[str, Any] = {
         "dtype": dtype,
         "limits": limits,
@@ -37,14 +37,14 @@ def describe_memory(config: Config, architecture: Architecture, tensors: Mapping
         "moe": build.moe,
         "lowering": Lowering(**build.lowering.model_dump()),
         "kv_cache": "model" if cache == "none" else cache,
-        "split": split,
+        "parallel": parallel,
     }
     plan = plan_memory(architecture, **options)
     gpu_bytes = config.target.device.memory_bytes
     fits = fit_batches(architecture, gpu_bytes=gpu_bytes, **options)
     return {
         "gpu": config.target.gpu,
-        "gpus": split.gpus,
+        "gpus": parallel.world,
         "parallel": config.target.parallel.model_dump(),
         "gpu_bytes": gpu_bytes,
         "weights_bytes": plan.weights_bytes,

@@ -13,12 +13,13 @@ from typing import TYPE_CHECKING
 from pipeline.checkpoint.tensors import MODEL_DTYPE_BYTES
 from pipeline.engine.kernels import plan_workspace
 from pipeline.engine.limits import BuildLimits, Profile, Rectangle
-from pipeline.engine.split import WHOLE, Split
+from pipeline.engine.split import count_exchanged, shrink
 from pipeline.engine.weights import estimate_weights
 from pipeline.engine.workspace import Workspace
 from pipeline.network.inputs import Port, network_inputs, network_outputs
 from pipeline.network.spec import Lowering, NetworkSpec
 from pipeline.quantization.selection import NOTHING, Rules
+from pipeline.sharding.ranks import Parallel
 
 if TYPE_CHECKING:
     from pipeline.checkpoint.architecture import Architecture
@@ -69,13 +70,13 @@ def plan_memory(
     moe: str = "dense",
     lowering: Lowering = Lowering(),  # noqa: B008 (frozen)
     kv_cache: str = "model",
-    split: Split = WHOLE,
+    parallel: Parallel = Parallel(),  # noqa: B008 (frozen)
 ) -> MemoryPlan:
-    """What an engine of these limits needs; of a split model, the GPU with the heaviest layers. dtype: of 16/32-bit
+    """What an engine of these limits needs; of several ranks, the one with the heaviest layers. dtype: of 16/32-bit
     weights and activations, and of the KV cache if kv_cache is "model"; else that is "fp8" or "int8". fp8: linears stay
     in the source's FP8 blocks. moe: "dense" or "gather", where moe_experts is native."""
     part = _pick_part(
-        architecture, dtype, limits, rules, fp8=fp8, moe=moe, lowering=lowering, kv_cache=kv_cache, split=split
+        architecture, dtype, limits, rules, fp8=fp8, moe=moe, lowering=lowering, kv_cache=kv_cache, parallel=parallel
     )
     profiles = limits.profiles()
     per_token = part.kv_bytes_per_token
@@ -100,14 +101,14 @@ def fit_batches(
     moe: str = "dense",
     lowering: Lowering = Lowering(),  # noqa: B008 (frozen)
     kv_cache: str = "model",
-    split: Split = WHOLE,
+    parallel: Parallel = Parallel(),  # noqa: B008 (frozen)
 ) -> tuple[Fit, ...]:
     """The largest batch for each length from 1K doubling up to max_seq_len, if the engine were built for just that.
 
     Keeps the limits' rows per context step; a context step holds no more sequences than the limits allow it.
     """
     part = _pick_part(
-        architecture, dtype, limits, rules, fp8=fp8, moe=moe, lowering=lowering, kv_cache=kv_cache, split=split
+        architecture, dtype, limits, rules, fp8=fp8, moe=moe, lowering=lowering, kv_cache=kv_cache, parallel=parallel
     )
     return tuple(
         Fit(length=length, batch=_find_largest(_Needs(part=part, limits=limits, length=length).nbytes, gpu_bytes))
@@ -163,18 +164,18 @@ def _pick_part(
     moe: str,
     lowering: Lowering,
     kv_cache: str,
-    split: Split,
+    parallel: Parallel,
 ) -> _Part:
     """The part with the most weights: of pipeline stages, the cache and the workspace are alike."""
     weights = {
-        layers: estimate_weights(
-            architecture, dtype=dtype, max_seq_len=limits.max_seq_len, rules=rules, fp8=fp8, split=split, layers=layers
+        rank: estimate_weights(
+            architecture, dtype=dtype, max_seq_len=limits.max_seq_len, rules=rules, fp8=fp8, rank=rank
         )
-        for layers in split.stages(architecture)
+        for rank in parallel.ranks[:: parallel.tensor]  # the ranks of a stage hold as much
     }
-    heaviest = max(weights, key=lambda layers: weights[layers])
+    heaviest = max(weights, key=lambda rank: weights[rank])
     spec = NetworkSpec(dtype=dtype, max_seq_len=limits.max_seq_len, block_size=limits.block_size, lowering=lowering)
-    shrunk = split.shrink(architecture, heaviest)
+    shrunk = shrink(architecture, heaviest)
     ports = (*network_inputs(shrunk, spec), network_outputs(shrunk, spec)[0])
     return _Part(
         architecture=shrunk,
@@ -182,7 +183,7 @@ def _pick_part(
         moe=moe,
         kv_cache=kv_cache,
         weights=weights[heaviest],
-        exchanged=split.exchanged(architecture),
+        exchanged=count_exchanged(architecture, parallel),
         fp8=fp8,
         # Pools are the ports of rank 4; everything else is int32 or float32.
         ports=tuple(port for port in ports if len(port.axes) < 4),

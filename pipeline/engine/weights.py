@@ -11,8 +11,10 @@ from typing import TYPE_CHECKING
 from pipeline.checkpoint.layouts import list_kinds
 from pipeline.checkpoint.layouts.scales import BLOCK, count_blocks
 from pipeline.checkpoint.tensors import MODEL_DTYPE_BYTES
-from pipeline.engine.split import WHOLE, Split
+from pipeline.engine.split import count_held, count_sharers
 from pipeline.quantization.selection import FORMATS, NOTHING, Decision, Rules
+from pipeline.sharding.ranks import Rank
+from pipeline.sharding.spreading import Spreading
 
 if TYPE_CHECKING:
     from pipeline.checkpoint.architecture import Architecture
@@ -29,18 +31,16 @@ def estimate_weights(
     max_seq_len: int,
     rules: Rules = NOTHING,
     fp8: bool = False,
-    split: Split = WHOLE,
-    layers: range | None = None,
+    rank: Rank = Rank(),  # noqa: B008 (frozen)
 ) -> int:
-    """Bytes of weights that the engine file will state, RoPE's tables among them; of a split model, on the GPU with
-    these layers."""
-    e = MODEL_DTYPE_BYTES[dtype]
-    layers = layers if layers is not None else range(architecture.num_layers)
+    """Bytes of weights that the engine file will state, RoPE's tables among them, of one rank."""
+    e, spreading = MODEL_DTYPE_BYTES[dtype], Spreading(architecture)
     total = 0
     for kind in list_kinds(architecture):
-        mapping, count, share = kind.first, split.count(kind, architecture, layers), split.share(kind)
+        mapping, count = kind.first, count_held(kind, architecture, rank)
         if mapping.optional or not count:
             continue
+        share = count_sharers(kind, spreading, rank.parallel)
         if fp8 and mapping.role in FP8_ROLES and len(mapping.target_shape) == 2:
             blocks = math.prod(count_blocks(mapping.target_shape))
             total += count * blocks * (BLOCK * BLOCK + _FLOAT32) // share  # the last ones are filled up
