@@ -103,7 +103,7 @@ def write_rank(
     folder: Path, config: Config, checkpoint: CheckpointFolder, spec: NetworkSpec, digest: str
 ) -> EngineDescription:
     folder.mkdir(parents=True)
-    (folder / "model.engine").write_bytes(b"engine")
+    (folder / "model.engine").write_bytes(f"rank {spec.rank.index}".encode())
     description = describe_engine(
         digest=digest_file(folder / "model.engine"),
         network_digest=digest,

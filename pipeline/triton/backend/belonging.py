@@ -26,10 +26,10 @@ def check_model(folder: Path, parameters: Mapping[str, str]) -> list[str]:
         if engine.set_digest != parameters["engine_digest"]:
             problems.append(f"{DESCRIPTION} is of engine {engine.set_digest}, not {parameters['engine_digest']}")
         for rank in engine.all_ranks:
-            _check_file(folder / parameters["gpt_model_path"] / rank.file, rank.nbytes, problems)
+            _check_file(folder / parameters["gpt_model_path"], rank.file, rank.nbytes, problems)
         checkpoint = folder / parameters["checkpoint_path"]
         for name in engine.sources:
-            _check_file(checkpoint / name, None, problems)
+            _check_file(checkpoint, name, None, problems)
     for name, digest in found.items():
         if digest != proved:
             problems.append(f"{name} is of network {digest}, the repository of {proved}")
@@ -56,8 +56,9 @@ def _read_json(path: Path, problems: list[str]) -> dict[str, Any] | None:
     return None
 
 
-def _check_file(path: Path, nbytes: int | None, problems: list[str]) -> None:
+def _check_file(folder: Path, name: str, nbytes: int | None, problems: list[str]) -> None:
+    path = folder / name
     if not path.is_file():
-        problems.append(f"{path.name} is missing")
+        problems.append(f"{name} is missing")
     elif nbytes is not None and path.stat().st_size != nbytes:
-        problems.append(f"{path.name} has {path.stat().st_size} bytes, {DESCRIPTION} says {nbytes}")
+        problems.append(f"{name} has {path.stat().st_size} bytes, {DESCRIPTION} says {nbytes}")

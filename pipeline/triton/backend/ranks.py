@@ -37,10 +37,9 @@ def rebuild_program(checkpoint: CheckpointFolder, spec: NetworkSpec, digest: str
 def load_rank(rank: Rank, *, engine: str, checkpoint: str, mode: Any) -> RankInterpreterRunner:
     """In the process of the rank: its network, written again and run by the interpreter."""
     from pipeline.checkpoint.folder import CheckpointFolder
-    from pipeline.engine.rank_engines import name_rank
     from pipeline.runtime.runner import RankInterpreterRunner
 
-    description = load_description(Path(engine) / name_rank(rank.index))
+    description = load_description(Path(engine)).all_ranks[rank.index]
     program = rebuild_program(CheckpointFolder.open(Path(checkpoint)), description.spec, description.network_digest)
     return RankInterpreterRunner(program, rank, mode=mode)
 
@@ -49,13 +48,13 @@ def load_rank_engine(rank: Rank, *, engine: str, weights: float) -> EngineRunner
     """In the process of the rank, on the GPU of that number. Not yet run on hardware."""
     import torch
 
-    from pipeline.engine.rank_engines import name_rank
     from plugins.nccl import find_group
 
-    folder = Path(engine) / name_rank(rank.index)
+    folder = Path(engine)
     torch.cuda.set_device(rank.index)
     communicator = find_group(0, rank.parallel.world).handle.value
-    return run_engine(folder, load_description(folder), weights_fraction=weights, communicator=communicator)
+    description = load_description(folder).all_ranks[rank.index]
+    return run_engine(folder, description, weights_fraction=weights, communicator=communicator)
 
 
 def run_engine(folder: Path, description: EngineDescription, **options: Any) -> EngineRunner:
