@@ -150,6 +150,11 @@ ARCHITECTURES: dict[str, Family] = {
         required=("first_k_dense_replace", "n_group", "topk_group", "norm_topk_prob", "routed_scaling_factor"),
     ),
 }
+# Why a fixed key has the value that it has, where config.json has another.
+REASONS = {
+    "use_sliding_window": "some layers would attend to the last sliding_window tokens alone, and the networks of all "
+    "layers attend to all",
+}
 MAX_LAYERS = 1000
 MAX_EXPERTS = 4096
 MAX_MTP_LAYERS = 16
@@ -215,7 +220,8 @@ def _check_keys(c: ConfigValues, family: Family) -> None:
             raise c.fail(key, "is missing; implementations' defaults for it differ")
     for key, value in family.fixed.items():
         if c.has(key) and c.values[key] != value:
-            raise c.fail(key, f"is {c.values[key]!r}; this architecture is read with {value!r} only")
+            why = f": {REASONS[key]}" if key in REASONS else ""
+            raise c.fail(key, f"is {c.values[key]!r}; this architecture is read with {value!r} only{why}")
     kinds = c.values.get("layer_types")
     if kinds is not None and (not isinstance(kinds, list) or any(kind != "full_attention" for kind in kinds)):
         raise c.fail("layer_types", "names other layers than full_attention, and no others are read")

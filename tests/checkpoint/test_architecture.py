@@ -211,7 +211,7 @@ REFUSED: list[tuple[dict[str, Any], dict[str, Any], list[str]]] = [
     (MOE, {"n_group": 4}, ["n_group is 4", "1 only"]),
     (MOE, {"topk_method": "group_limited_greedy"}, ["topk_method is 'group_limited_greedy'", "greedy"]),
     (MOE, {"num_experts_per_tok": 17}, ["num_experts_per_tok 17 exceeds the 16 experts"]),
-    (QWEN2, {"use_sliding_window": True}, ["use_sliding_window is True", "False only"]),
+    (QWEN2, {"use_sliding_window": True}, ["use_sliding_window is True", "False only", "last sliding_window tokens"]),
     (QWEN2, {"use_mrope": True}, ["use_mrope is True"]),
     (QWEN2, {"attention_bias": True}, ["attention_bias is True"]),
     (QWEN2, {"layer_types": ["full_attention", "sliding_attention", "full_attention"]}, ["layer_types"]),

@@ -14,9 +14,12 @@ import numpy as np
 import pytest
 import torch
 
+from pipeline.errors import CheckpointError
+from pipeline.network.spec import Lowering
 from tests import fixtures
 from tests.network import models
 from tests.network.serving import STEPS, prompts, reference_logits, serve
+from tests.whole_model import load_whole
 
 TOLERANCE = 1e-5
 Write = Callable[[Path], models.Model]
@@ -217,3 +220,20 @@ def test_declared_types_stay_near(tmp_path: Path) -> None:
     for found, sequence in zip(serve(model.program(), sequences=sequences, mode="declared"), sequences, strict=True):
         difference = np.abs((found["logits"] - reference_logits(reference, sequence)).numpy()).max()
         assert 1e-5 < difference < 0.02
+
+
+def test_a_sliding_window_that_is_not_used_hides_nothing(tmp_path: Path) -> None:
+    """Qwen2's config.json states one beside use_sliding_window: false. What says true is refused when it is read: later
+    layers of transformers then see the window alone."""
+    window = {"sliding_window": 8, "max_window_layers": 1, "num_hidden_layers": 2}
+    model = models.load(fixtures.qwen2(tmp_path / "unused", dtype="float32", **window))
+    sequences = prompts(model.architecture.vocab_size)
+    plugins = Lowering(rope_paged_kv="plugin", paged_attention="plugin")
+    wanted = [reference_logits(model.reference(), sequence) for sequence in sequences]
+    for lowering in (Lowering(), plugins):
+        for found, logits in zip(serve(model.program(lowering=lowering), sequences=sequences), wanted, strict=True):
+            assert (found["logits"] - logits).abs().max() < TOLERANCE
+    used = fixtures.qwen2(tmp_path / "used", dtype="float32", use_sliding_window=True, **window)
+    assert (reference_logits(load_whole(used), sequences[0]) - wanted[0]).abs().max() > 1e-3
+    with pytest.raises(CheckpointError, match=r"use_sliding_window is True; .* attend to the last sliding_window"):
+        models.load(used)
