@@ -38,8 +38,8 @@ FAST_RULES: tuple[Rule, ...] = (
     rotary.scale_rotation,
     rotary.round_rotation,
     rotary.join_rotations,
-    linear.prepare_int4_linear,
-    linear.merge_int4_linears,
+    linear.prepare_packed_linear,
+    linear.merge_packed_linears,
 )
 
 

@@ -57,9 +57,9 @@ def test_what_depends_on_the_step_only_is_computed_once(programs: dict[str, Prog
 def test_fast_mode_does_in_one_what_shares_an_input(programs: dict[str, Program]) -> None:
     found = kinds(programs["llama_int4_plain"], "fast")
     assert [found[kind] for kind in ("rotate_heads", "head_turns", "rotate_rows")] == [3, 1, 0]
-    assert [found[kind] for kind in ("linears_int4", "linear_int4", "linear")] == [3, 2 * 3, 3 + 1]  # qkv is 16-bit
+    assert [found[kind] for kind in ("linears_packed", "linear_packed", "linear")] == [3, 2 * 3, 3 + 1]  # qkv is 16-bit
     scaled = kinds(programs["llama_int4"], "fast")  # each linear scales its own input
-    assert [scaled[kind] for kind in ("linears_int4", "linear_int4")] == [0, 4 * 3]
+    assert [scaled[kind] for kind in ("linears_packed", "linear_packed")] == [0, 4 * 3]
     assert kinds(programs["deepseek_v2_int4"], "fast")["rotate_heads"] == 0  # q and k are no slices of one tensor
 
 

@@ -6,7 +6,7 @@ import torch
 
 from pipeline.checkpoint.tensors import RawTensor
 from pipeline.interpreter.interpreter import Interpreter
-from pipeline.interpreter.operations import int4
+from pipeline.interpreter.operations import packed
 from pipeline.network.program import Program
 from tests.interpreter.networks import feed, read
 
@@ -22,10 +22,10 @@ def random_int4(group: int, columns: int, dtype: torch.dtype) -> tuple[torch.Ten
 
 def network(q: torch.Tensor, scales: torch.Tensor, dtype: str) -> Program:
     nibbles = q.reshape(-1, 2).numpy().astype(np.uint8) & 15
-    packed = RawTensor("I8", (IN, q.shape[1] // 2), nibbles[:, 0] | nibbles[:, 1] << 4)
+    stored = RawTensor("I8", (IN, q.shape[1] // 2), nibbles[:, 0] | nibbles[:, 1] << 4)
 
     def build(g: Any) -> dict[str, Any]:
-        weight = g.dequantize("w", g.int4("q", packed), g.constant("scales", RawTensor.from_torch(scales)))
+        weight = g.dequantize("w", g.int4("q", stored), g.constant("scales", RawTensor.from_torch(scales)))
         return {"y": g.matmul("y", feed(g, "x", dtype, (-1, IN)), weight)}
 
     return read(build, dtype)
@@ -36,10 +36,10 @@ def run(program: Program, mode: Any, x: torch.Tensor) -> torch.Tensor:
 
 
 @pytest.fixture(params=["torch", "native"])
-def kernel(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> int4.Int4Kernel:
+def kernel(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> packed.PackedKernel:
     if request.param == "torch":
-        monkeypatch.setattr(int4, "load_functions", lambda: None)
-    found = int4.pick_int4_kernel(64, OUT)
+        monkeypatch.setattr(packed, "load_functions", lambda: None)
+    found = packed.pick_kernel("int4", 64, OUT)
     if found is None or found.name != request.param:
         pytest.skip("no compiler, or no AVX-512 bf16")
     return found
@@ -48,7 +48,7 @@ def kernel(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> i
 @pytest.mark.parametrize("dtype", ["bfloat16", "float16"])
 @pytest.mark.parametrize("group", [32, 64, 128])
 def test_fast_int4_is_within_bf16_roundings_for_few_rows_and_as_declared_for_many(
-    dtype: str, group: int, kernel: int4.Int4Kernel
+    dtype: str, group: int, kernel: packed.PackedKernel
 ) -> None:
     held = getattr(torch, dtype)
     q, scales = random_int4(group, OUT, held)
@@ -84,3 +84,51 @@ def test_fast_without_room_for_weights_runs_as_declared() -> None:
     tight, roomy = (Interpreter(program, mode=mode, resident_bytes=0) for mode in ("fast", "declared"))
     assert torch.equal(tight.run({"x": x})["y"], roomy.run({"x": x})["y"])
     assert tight.prepared_bytes < q.numel() / 2
+
+
+def int8_network(count: int, dtype: str) -> tuple[Program, torch.Tensor]:
+    """`count` linears of one input, and the dequantized weights [in, count * out] side by side."""
+    generator, wide = torch.Generator().manual_seed(0), []
+    stored = []
+    for _ in range(count):
+        q = torch.randint(-127, 128, (OUT, IN), generator=generator, dtype=torch.int8)
+        scales = 0.01 + 0.01 * torch.rand(OUT, generator=generator)
+        stored.append((q, scales))
+        wide.append(q.double() * scales.double()[:, None])
+
+    def build(g: Any) -> dict[str, Any]:
+        x, made = feed(g, "x", dtype, (-1, IN)), {}
+        for i, (q, scales) in enumerate(stored):
+            numbers, factors = (g.constant(f"{n}{i}", RawTensor.from_torch(t)) for n, t in (("q", q), ("s", scales)))
+            weight = g.dequantize_as_model(f"w{i}", numbers, factors, axis=0)
+            made[f"y{i}"] = g.matmul(f"y{i}", x, weight, transpose=True)
+        return made
+
+    return read(build, dtype), torch.cat(wide).T
+
+
+@pytest.mark.parametrize("dtype", ["bfloat16", "float16"])
+@pytest.mark.parametrize("count", [1, 2])
+def test_fast_int8_is_nearer_than_declared_for_few_rows_and_as_declared_for_many(dtype: str, count: int) -> None:
+    kernel = packed.pick_kernel("int8", IN, OUT)
+    if kernel is None:
+        pytest.skip("no compiler, or no AVX-512 bf16")
+    held = getattr(torch, dtype)
+    program, wide = int8_network(count, dtype)
+    x = torch.randn(kernel.most_rows + 1, IN, generator=torch.Generator().manual_seed(1)).to(held)
+
+    def run(mode: Any, rows: torch.Tensor) -> torch.Tensor:
+        found = Interpreter(program, mode=mode).run({"x": rows})
+        return torch.cat([found[f"y{i}"] for i in range(count)], dim=1)
+
+    if dtype == "bfloat16":
+        assert torch.equal(run("fast", x), run("declared", x))
+    few = x[: kernel.most_rows]
+    fast, expected = run("fast", few), few.double() @ wide
+    assert fast.dtype is torch.bfloat16
+    if dtype == "bfloat16":  # whose input is not rounded; declared rounds each weight
+        assert ((fast.double() - expected).abs() <= 2**-8 * expected.abs() + 1e-4).all()
+        assert not torch.equal(fast, run("declared", few))
+    assert ((fast.double() - expected).abs() <= 3 * 2**-9 * (few.double().abs() @ wide.abs())).all()
+    exact = run("exact", few)
+    assert (exact.double() - expected).abs().max() < 1e-3 and not torch.equal(exact, fast.float())

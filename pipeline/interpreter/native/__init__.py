@@ -1,4 +1,4 @@
-"""Two kernels in C for decoding, where torch has none as fast: INT4 weights times a few bf16 rows, and the RMS norm.
+"""Kernels in C for decoding, where torch has none as fast: INT4 or INT8 weights times few bf16 rows, and the RMS norm.
 
 Compiled in a second when first asked for, by the machine's own compiler, for processors with AVX-512 bf16. Where either
 is missing, torch's kernels run: more slowly, within the same roundings.
@@ -16,7 +16,7 @@ from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
 
-SOURCES = tuple(Path(__file__).with_name(name) for name in ("int4.c", "norm.c"))
+SOURCES = tuple(Path(__file__).with_name(name) for name in ("linear.c", "norm.c"))
 FLAGS = ("-O3", "-march=x86-64-v4", "-mavx512bf16", "-fopenmp", "-shared", "-fPIC")
 SECONDS = 60
 _POINTER, _FLOAT, _INT, _LONG = ctypes.c_void_p, ctypes.c_float, ctypes.c_int, ctypes.c_long
@@ -29,6 +29,7 @@ class Functions:
     """Those of the C files, by name; pointers are passed as integers."""
 
     int4_linear: Function
+    int8_linear: Function
     rms_norm: Function
 
 
@@ -48,7 +49,10 @@ def load_functions() -> Functions | None:
             loaded = ctypes.CDLL(str(library))
         except (OSError, subprocess.SubprocessError):
             return None  # another compiler, or no OpenMP
-    loaded.int4_linear.argtypes = [*[_POINTER] * 4, _INT, *[_LONG] * 4, _INT]
-    loaded.rms_norm.argtypes = [*[_POINTER] * 3, _FLOAT, *[_LONG] * 2]
-    loaded.int4_linear.restype = loaded.rms_norm.restype = None
-    return Functions(int4_linear=loaded.int4_linear, rms_norm=loaded.rms_norm)
+    linears, norm = (loaded.int4_linear, loaded.int8_linear), loaded.rms_norm
+    for function in linears:
+        function.argtypes = [*[_POINTER] * 4, _INT, *[_LONG] * 4, _INT]
+    norm.argtypes = [*[_POINTER] * 3, _FLOAT, *[_LONG] * 2]
+    for function in (*linears, norm):
+        function.restype = None
+    return Functions(int4_linear=linears[0], int8_linear=linears[1], rms_norm=norm)

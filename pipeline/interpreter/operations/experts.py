@@ -8,7 +8,7 @@ import torch
 from torch import Tensor
 
 from pipeline.interpreter.operations.fused import compile_gate
-from pipeline.interpreter.operations.int4 import pick_int4_kernel
+from pipeline.interpreter.operations.packed import pick_kernel
 from pipeline.interpreter.operations.products import fill_rows
 from pipeline.interpreter.operations.site import Kernel, Site
 
@@ -99,7 +99,7 @@ def _compile_few_rows(site: Site, index: int) -> tuple[Product, int] | None:
         return None
     _, width, columns = site.spec(index).shape
     group = width // site.spec(index + 1).shape[1]
-    packed, scales, kernel = site.constant(index), site.constant(index + 1), pick_int4_kernel(group, columns)
+    packed, scales, kernel = site.constant(index), site.constant(index + 1), pick_kernel("int4", group, columns)
     if packed is None or scales is None or kernel is None:
         return None
     values, factors = packed, scales

@@ -10,7 +10,7 @@ from typing import cast
 import torch
 from torch import Tensor
 
-from pipeline.interpreter.operations.int4 import pick_int4_kernel
+from pipeline.interpreter.operations.packed import pick_kernel
 from pipeline.interpreter.operations.products import compile_matrix_multiply, steady_rows
 from pipeline.interpreter.operations.site import Kernel, Site
 
@@ -59,34 +59,39 @@ def _compile_stack(multiply: Kernel, count: int, part: Callable[[int], Tensor]) 
     return stack
 
 
-def compile_linear_int4(site: Site) -> Kernel:
-    """Inputs: x [T, in], W dequantized, W [in, out], scales [in / group, out]."""
-    kernels = compile_linears_int4(site)
+def compile_linear_packed(site: Site) -> Kernel:
+    """Inputs: x [T, in], W dequantized, W as its numbers, scales. Of INT4 W is [in, out] and scales [in / group, out],
+    of INT8 [out, in] (`op1` says so) and [out]."""
+    kernels = compile_linears_packed(site)
     return lambda *inputs: kernels(*inputs)[0]
 
 
-def compile_linears_int4(site: Site) -> Kernel:
-    """x [T, in] times several weights side by side. Inputs: x, then of each what linear_int4 takes. Few rows go to an
-    INT4 kernel, more to a product with the weights dequantized, for which a 16-bit copy is kept."""
+def compile_linears_packed(site: Site) -> Kernel:
+    """x [T, in] times several weights side by side. Inputs: x, then of each what linear_packed takes. Few rows go to a
+    kernel for packed weights, more to a product with the weights dequantized, for which a 16-bit copy is kept."""
+    transposed = site.attribute("op1") == "transpose"
     starts = range(1, len(site.inputs), 3)
     specs = [site.spec(start + 1) for start in starts]
-    columns = [spec.shape[1] for spec in specs]
-    group = specs[0].shape[0] // site.spec(3).shape[0]
-    general = _compile_side_by_side(site, starts, columns)
-    packed = [site.constant(start + 1) for start in starts]
+    columns = [spec.shape[0 if transposed else 1] for spec in specs]
+    width = specs[0].shape[1 if transposed else 0]
+    group = width if transposed else width // site.spec(3).shape[0]
+    general = _compile_side_by_side(site, starts, columns, 0 if transposed else 1)
+    numbers = [site.constant(start + 1) for start in starts]
     scales = [site.constant(start + 2) for start in starts]
-    kernel = pick_int4_kernel(group, math.gcd(*columns))
-    if kernel is None or any(tensor is None for tensor in (*packed, *scales)):
+    kernel = pick_kernel(specs[0].dtype, group, math.gcd(*columns))
+    if kernel is None or any(tensor is None for tensor in (*numbers, *scales)):
         return general
 
     def pack() -> Tensor:
-        return kernel.pack(torch.cat(cast(list[Tensor], packed), dim=1))
+        whole = torch.cat(cast(list[Tensor], numbers), dim=0 if transposed else 1)
+        return kernel.pack(whole.t() if transposed else whole)
 
     def scale() -> Tensor:
-        return kernel.scale(torch.cat(cast(list[Tensor], scales), dim=1))
+        rows = [tensor.view(width // group, -1) for tensor in cast(list[Tensor], scales)]
+        return kernel.scale(torch.cat(rows, dim=1))
 
-    values = specs[0].shape[0] * sum(columns)
-    rows = site.prepare(2, f"{kernel.name} {columns}", values // 2, pack)
+    values = width * sum(columns)
+    rows = site.prepare(2, f"{kernel.name} {columns}", values * kernel.bits // 8, pack)
     factors = site.prepare(3, f"{kernel.name} {columns}", 4 * values // group, scale)
     if rows is None or factors is None:
         return general
@@ -101,8 +106,9 @@ def compile_linears_int4(site: Site) -> Kernel:
     return linears
 
 
-def _compile_side_by_side(site: Site, starts: Sequence[int], columns: list[int]) -> Kernel:
-    """The same with the dequantized weights: in one product where they can be kept."""
+def _compile_side_by_side(site: Site, starts: Sequence[int], columns: list[int], side: int) -> Kernel:
+    """The same with the dequantized weights, whose outputs are dimension `side`: in one product where they can be
+    kept."""
     if len(columns) == 1:
         single = compile_linear(site)
         return lambda x, weight, *_: (single(x, weight),)
@@ -113,7 +119,7 @@ def _compile_side_by_side(site: Site, starts: Sequence[int], columns: list[int])
     whole = compile_linear(
         replace(
             site,
-            constant=lambda index: torch.cat(cast(list[Tensor], weights), dim=1) if index == 1 else None,
+            constant=lambda index: torch.cat(cast(list[Tensor], weights), dim=side) if index == 1 else None,
             prepare=lambda index, form, nbytes, make: site.prepare(index, f"{form} {columns}", nbytes, make),
         )
     )

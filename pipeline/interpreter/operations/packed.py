@@ -1,6 +1,7 @@
-"""Kernels that multiply few rows by INT4 weights as they are packed: a quarter of the memory of 16-bit ones is read.
+"""Kernels that multiply few rows by INT4 or INT8 weights as they are packed: a quarter or half of the memory of 16-bit
+ones is read.
 
-in, out: width of the input and number of outputs. group: inputs that share a scale.
+in, out: width of the input and number of outputs. group: inputs that share a scale, all of them in INT8.
 """
 
 from __future__ import annotations
@@ -14,7 +15,8 @@ from torch import Tensor
 
 from pipeline.interpreter.native import Function, load_functions
 
-GROUPS, COLUMNS = (32, 64, 128, 256), 16  # what both kernels take; columns in multiples
+GROUPS, COLUMNS = (32, 64, 128, 256), 16  # what both INT4 kernels take; columns in multiples
+WIDTH = 8  # … and inputs of the INT8 kernel
 FEWEST_SHARED = 1 << 20  # multiplications, from which on another thread pays
 
 # x [rows, in], packed, scales → [rows, out]
@@ -22,24 +24,29 @@ Multiply = Callable[[Tensor, Tensor, Tensor], Tensor]
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Int4Kernel:
+class PackedKernel:
     """most_rows: up to which it beats a product with weights dequantized before (it unpacks anew for every few rows).
-    pack: values of -8..7 [in, out] → as the kernel reads them; scale: [in / group, out] → the same.
+    bits: of a weight. pack: values [in, out] → as the kernel reads them; scale: [in / group, out] → the same.
     multiply(group, held): the product, in the type `held`; rows are taken as bf16, sums are fp32."""
 
     name: str
+    bits: int
     most_rows: int
     pack: Callable[[Tensor], Tensor]
     scale: Callable[[Tensor], Tensor]
     multiply: Callable[[int, torch.dtype], Multiply]
 
 
-def pick_int4_kernel(group: int, columns: int) -> Int4Kernel | None:
-    """None where no kernel takes such a weight."""
-    if group not in GROUPS or columns % COLUMNS:
-        return None
+def pick_kernel(dtype: str, group: int, columns: int) -> PackedKernel | None:
+    """`dtype`: int4 or int8. None where no kernel takes such a weight; torch's own for INT8 is no faster than bf16."""
     functions = load_functions()
-    return TORCH if functions is None else _native(functions.int4_linear)
+    if columns % COLUMNS:
+        return None
+    if dtype == "int8":
+        return None if functions is None or group % WIDTH else _native("int8", functions.int8_linear)
+    if group not in GROUPS:
+        return None
+    return TORCH if functions is None else _native("int4", functions.int4_linear)
 
 
 def _torch_pack(values: Tensor) -> Tensor:
@@ -57,10 +64,10 @@ def _torch_multiply(group: int, held: torch.dtype) -> Multiply:
     return lambda x, packed, scales: multiply(x.to(torch.bfloat16).contiguous(), packed, group, scales).to(held)
 
 
-TORCH = Int4Kernel(name="torch", most_rows=8, pack=_torch_pack, scale=_torch_scale, multiply=_torch_multiply)
+TORCH = PackedKernel(name="torch", bits=4, most_rows=8, pack=_torch_pack, scale=_torch_scale, multiply=_torch_multiply)
 
 
-def _native(function: Function) -> Int4Kernel:
+def _native(dtype: str, function: Function) -> PackedKernel:
     def multiply(group: int, held: torch.dtype) -> Multiply:
         made = torch.bfloat16 if held is torch.bfloat16 else torch.float32
 
@@ -85,15 +92,28 @@ def _native(function: Function) -> Int4Kernel:
 
         return run
 
-    return Int4Kernel(name="native", most_rows=32, pack=_native_pack, scale=_native_scale, multiply=multiply)
+    bits, most_rows, pack = LAYOUTS[dtype]
+    return PackedKernel(
+        name="native", bits=bits, most_rows=most_rows, pack=pack, scale=_native_scale, multiply=multiply
+    )
 
 
-def _native_pack(values: Tensor) -> Tensor:
-    """[out / 16, in / 8, 16, 2] words of four nibbles: see native/int4.c."""
+def _pack_int4(values: Tensor) -> Tensor:
+    """[out / 16, in / 8, 16, 2] words of four nibbles: see native/linear.c."""
     width, columns = values.shape
     parts = (values.int() + 8).view(width // 8, 4, 2, columns // COLUMNS, COLUMNS).permute(3, 0, 4, 2, 1)
     words = parts[..., 0] | parts[..., 1] << 4 | parts[..., 2] << 8 | parts[..., 3] << 12
     return words.to(torch.int16).contiguous()  # the lower 16 bits
+
+
+def _pack_int8(values: Tensor) -> Tensor:
+    """[out / 16, in / 2, 16, 2] bytes."""
+    width, columns = values.shape
+    return values.t().reshape(columns // COLUMNS, COLUMNS, width // 2, 2).transpose(1, 2).contiguous()
+
+
+# Of the native kernels: bits, most_rows, pack.
+LAYOUTS = {"int4": (4, 32, _pack_int4), "int8": (8, 8, _pack_int8)}
 
 
 def _native_scale(scales: Tensor) -> Tensor:

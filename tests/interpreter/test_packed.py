@@ -1,0 +1,121 @@
+"""The INT4 and INT8 kernels against float64 products, whatever the number of rows, columns and groups."""
+
+import itertools
+import shutil
+from collections.abc import Iterator
+
+import pytest
+import torch
+
+from pipeline.interpreter import native
+from pipeline.interpreter.operations import packed as kernels
+
+
+@pytest.fixture
+def afresh() -> Iterator[None]:
+    native.load_functions.cache_clear()
+    yield
+    native.load_functions.cache_clear()
+
+
+@pytest.fixture(params=["torch", "native"])
+def kernel(request: pytest.FixtureRequest) -> kernels.PackedKernel:
+    if request.param == "torch":
+        return kernels.TORCH
+    functions = native.load_functions()
+    if functions is None:
+        pytest.skip("no compiler, or no AVX-512 bf16")
+    return kernels._native("int4", functions.int4_linear)
+
+
+def draw(width: int, columns: int, group: int) -> tuple[torch.Tensor, torch.Tensor]:
+    generator = torch.Generator().manual_seed(width + columns)
+    values = torch.randint(-8, 8, (width, columns), generator=generator, dtype=torch.int8)
+    return values, (0.01 + torch.rand(width // group, columns, generator=generator)).bfloat16()
+
+
+@pytest.mark.parametrize(("width", "columns", "group"), [(64, 16, 32), (256, 48, 64), (384, 16, 128), (512, 80, 256)])
+@pytest.mark.parametrize("held", [torch.bfloat16, torch.float32])
+def test_products(kernel: kernels.PackedKernel, width: int, columns: int, group: int, held: torch.dtype) -> None:
+    values, scales = draw(width, columns, group)
+    multiply, packed, factors = kernel.multiply(group, held), kernel.pack(values), kernel.scale(scales)
+    wide = values.double() * scales.double().repeat_interleave(group, 0)
+    for rows in (1, 2, 3, 4, 5, 6, 7, 8, 9, 17, 32):
+        x = torch.randn(rows, width, generator=torch.Generator().manual_seed(rows)).bfloat16()
+        result, expected = multiply(x, packed, factors), x.double() @ wide
+        assert result.dtype is held and result.shape == (rows, columns)
+        bound = 2**-8 * (x.double().abs() @ wide.abs())
+        assert ((result.double() - expected).abs() <= bound).all()
+
+
+def test_every_value_is_looked_up_right(kernel: kernels.PackedKernel) -> None:
+    """One input at a time: each result is one weight, exactly."""
+    values, scales = draw(64, 32, 32)
+    multiply, packed = kernel.multiply(32, torch.float32), kernel.pack(values)
+    ones = kernel.scale(torch.ones_like(scales))
+    assert torch.equal(multiply(torch.eye(64).bfloat16(), packed, ones), values.float())
+
+
+def test_parts_and_threads_change_nothing(kernel: kernels.PackedKernel, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Rows that are not contiguous, and more threads than blocks of columns."""
+    values, scales = draw(256, 32, 64)
+    multiply, packed, factors = kernel.multiply(64, torch.bfloat16), kernel.pack(values), kernel.scale(scales)
+    x = torch.randn(8, 512, generator=torch.Generator().manual_seed(0)).bfloat16()
+    expected = multiply(x[::2, :256].clone(), packed, factors)
+    monkeypatch.setattr(kernels, "FEWEST_SHARED", 0)
+    monkeypatch.setattr(torch, "get_num_threads", lambda: 5)
+    assert torch.equal(multiply(x[::2, :256], packed, factors), expected)
+
+
+@pytest.fixture
+def wide_kernel() -> kernels.PackedKernel:
+    found = kernels.pick_kernel("int8", 64, 16)
+    if found is None:
+        pytest.skip("no compiler, or no AVX-512 bf16")
+    return found
+
+
+@pytest.mark.parametrize(("width", "columns"), [(8, 16), (264, 48), (512, 80)])
+@pytest.mark.parametrize("held", [torch.bfloat16, torch.float32])
+def test_products_of_int8(wide_kernel: kernels.PackedKernel, width: int, columns: int, held: torch.dtype) -> None:
+    generator = torch.Generator().manual_seed(width)
+    values = torch.randint(-127, 128, (columns, width), generator=generator, dtype=torch.int8).t()
+    scales = 0.01 + torch.rand(1, columns, generator=generator)
+    multiply = wide_kernel.multiply(width, held)
+    packed, factors, wide = wide_kernel.pack(values), wide_kernel.scale(scales), values.double() * scales.double()
+    assert packed.numel() == values.numel()
+    for rows in range(1, 18):
+        x = torch.randn(rows, width, generator=torch.Generator().manual_seed(rows)).bfloat16()
+        result, expected = multiply(x, packed, factors), x.double() @ wide
+        assert result.dtype is held and result.shape == (rows, columns)
+        # Weights are exact in bf16, sums and scales fp32: what is rounded is the result.
+        bound = 2**-8 * expected.abs() * (held is torch.bfloat16) + 2**-20 * (x.double().abs() @ wide.abs())
+        assert ((result.double() - expected).abs() <= bound).all()
+
+
+def test_every_int8_value_is_widened_right(wide_kernel: kernels.PackedKernel) -> None:
+    values = torch.arange(-128, 128, dtype=torch.int8).view(16, 16).repeat(1, 16)
+    multiply, ones = wide_kernel.multiply(16, torch.float32), wide_kernel.scale(torch.ones(1, 256))
+    assert torch.equal(multiply(torch.eye(16).bfloat16(), wide_kernel.pack(values), ones), values.float())
+
+
+@pytest.mark.parametrize(("width", "columns"), [(12, 16), (16, 24)])
+def test_what_the_int8_kernel_does_not_take(width: int, columns: int) -> None:
+    assert kernels.pick_kernel("int8", width, columns) is None
+
+
+@pytest.mark.parametrize(("group", "columns"), list(itertools.product([16, 48, 64], [16, 24])))
+def test_what_no_kernel_takes(group: int, columns: int) -> None:
+    assert (kernels.pick_kernel("int4", group, columns) is not None) == (group == 64 and columns == 16)
+
+
+def test_without_a_compiler_torchs_kernel_runs(afresh: None, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(shutil, "which", lambda name: None)
+    assert kernels.pick_kernel("int4", 64, 64) is kernels.TORCH
+    assert kernels.pick_kernel("int8", 64, 64) is None
+
+
+def test_a_compiler_that_fails_is_as_none(afresh: None, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("CC", "false")
+    assert kernels.pick_kernel("int4", 64, 64) is kernels.TORCH
+    assert kernels.pick_kernel("int8", 64, 64) is None
