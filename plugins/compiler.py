@@ -22,6 +22,7 @@ SMS = (80, 89, 90, 120)
 # PTX that CUDA 12.8's drivers and later read; Triton's own choice follows the newest assembler it carries.
 PTX_VERSION = 87
 NAMES = {90: "sm_90a", 120: "sm_120a"}  # what Triton compiles for: no PTX for GPUs that come later
+LONGEST_WORDS = 500  # of the compiler's, in a message
 _ALIGNED = [["tt.divisibility", 16]]  # all memory that TensorRT hands out is aligned to more
 
 
@@ -71,9 +72,8 @@ def compile_kernel(kernel: Kernel, sm: int) -> Compiled:
     try:
         made = triton.compile(source, target=GPUTarget("cuda", sm, 32), options=options)
     except Exception as error:  # whatever its passes raise
-        words = str(error).strip().splitlines() or [type(error).__name__]
         raise BuildError(
-            f"kernel {kernel.function} does not compile for SM{sm}: {words[-1]}",
+            f"kernel {kernel.function} does not compile for SM{sm}: {_explain(error)}",
             hint="set the operation's stages.build.lowering to native",
         ) from error
     ptx = made.asm["ptx"].encode()
@@ -87,6 +87,17 @@ def compile_kernel(kernel: Kernel, sm: int) -> Compiled:
         registers=registers,
         spills=spills,
     )
+
+
+def _explain(error: BaseException) -> str:
+    """The compiler's words, and the statement that they are about: Triton shows the source up to there, and a caret
+    below it; of a function that a kernel calls in the error's cause, or in one below the other."""
+    while error.__cause__ is not None:
+        error = error.__cause__
+    lines = [line.strip() for line in str(error).splitlines() if line.strip()] or [type(error).__name__]
+    last = max((index for index, line in enumerate(lines) if line == "^"), default=0)
+    words = " ".join(lines[last + 1 :] if last else lines)[-LONGEST_WORDS:]
+    return f"{words}, at `{lines[last - 1]}`" if last else words
 
 
 def _assemble(ptx: bytes, sm: int) -> tuple[int, int]:

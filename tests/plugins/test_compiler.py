@@ -8,6 +8,7 @@ import pytest
 
 from pipeline.errors import BuildError
 from plugins.compiler import SMS, compile_kernel
+from plugins.operation import Kernel
 from plugins.rope_paged_kv.operation import RopePagedKv, RopePagedLatent
 from tests.plugins.test_rope_paged_kv import HEADS
 
@@ -28,9 +29,24 @@ def test_ptx_is_for_its_target_and_names_no_file(sm: int) -> None:
 
 def test_fp8_needs_sm89() -> None:
     (kernel,) = replace(HEADS, pool_dtype="fp8").kernels()
-    with pytest.raises(BuildError, match=r"write_heads does not compile for SM80: .*fp8e4nv"):
+    with pytest.raises(BuildError, match=r"write_heads does not compile for SM80: .*fp8e4nv.*, at `def write_heads\(`"):
         compile_kernel(kernel, 80)
     assert compile_kernel(kernel, 89).spills == 0
+
+
+def test_a_mistake_is_shown_where_it_is() -> None:
+    kernel = Kernel(
+        module="tests.plugins.broken",
+        function="copy",
+        parameters=(("source", "*fp16"), ("target", "*fp16")),
+        constants=(("TILE", 128),),
+        warps=4,
+    )
+    with pytest.raises(BuildError) as caught:
+        compile_kernel(kernel, 80)
+    assert caught.value.message == (
+        "kernel copy does not compile for SM80: NameError('missing is not defined'), at `return x + missing`"
+    )
 
 
 @pytest.mark.parametrize("op", [RopePagedKv, RopePagedLatent])
