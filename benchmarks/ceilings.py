@@ -2,24 +2,20 @@
 
 from __future__ import annotations
 
-import time
 from collections.abc import Callable
 
 import torch
 
-COPY_BYTES, PRODUCT_SIZE, REPEATS = 1 << 30, 8192, 20
+COPY_BYTES, PRODUCT_SIZE = 1 << 30, 8192
 
 
 def time_run(run: Callable[[], object]) -> float:
-    """Seconds of one run on the current stream, the smallest of many."""
-    times = []
-    for _ in range(REPEATS + 3):
-        torch.cuda.synchronize()
-        begin = time.perf_counter()
-        run()
-        torch.cuda.synchronize()
-        times.append(time.perf_counter() - begin)
-    return min(times[3:])
+    """Seconds that one run takes of the GPU: the median of many, each after the L2 cache was emptied, which also hides
+    how long the host takes to start it."""
+    from triton.testing import do_bench
+
+    milliseconds: float = do_bench(run, warmup=5, rep=30, return_mode="median")
+    return milliseconds / 1e3
 
 
 def measure_copies() -> float:

@@ -1,10 +1,13 @@
-"""An engine on the GPU against the interpreter: the same steps, the same blocks, then steps timed.
+"""What only a GPU can show, in one table: an engine against the interpreter, its steps timed; every plugin's kernels
+against their references, the card's own speed and the unfused sequence (kernels.py).
 
     python -m benchmarks.gpu                          # converts and builds the shipped tiny DeepSeek-V2 for this GPU
     python -m benchmarks.gpu --run out/a100-int4      # takes the engine and the checkpoint of a run
+    python -m benchmarks.gpu --save run.json          # keeps the kernels' rows, for `python -m benchmarks.passed`
 
-Prints a table of checks. Exit status: 0 if all hold, 1 if one does not, 4 without a GPU or for an engine that it cannot
-run. Takes minutes, most of them to build; downloads nothing.
+Exit status: 0 if all hold, 1 if one does not, 4 without a GPU (the table then says what was not measured) or for an
+engine that it cannot run. Takes under 10 minutes: kernels that have not begun after --minutes are not measured.
+Downloads nothing.
 """
 
 from __future__ import annotations
@@ -13,17 +16,21 @@ import argparse
 import sys
 import tempfile
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from pathlib import Path
 
 import torch
 
 from benchmarks.engine_checks import BATCH, BLOCKS, CHUNK, LENGTH, ROWS, Subject, run_checks, subject_tables
+from benchmarks.kernels import FAILED, OK, Row, list_rows, measure_kernels
+from benchmarks.passed import save_run
 from pipeline.engine.description import EngineDescription
 from pipeline.engine.limits import BuildLimits, Rectangle
 from pipeline.errors import CompatibilityError, TrtseekError
+from pipeline.runtime.device import CudaDevice
 from pipeline.runtime.runner import InterpreterRunner, Runner
 from pipeline.runtime.steps import Chunk
+from plugins.compiler import SMS
 
 MODEL = Path(__file__).parents[1] / "checkpoints" / "deepseek-v2-tiny"
 LIMITS = BuildLimits(
@@ -104,26 +111,51 @@ def load_subject(runner: Runner, description: EngineDescription, checkpoint: Pat
     )
 
 
-def main() -> int:
+def main(arguments: Sequence[str] | None = None) -> int:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--run", type=Path, help="a run's folder, with build and quantize or convert in it")
     parser.add_argument("--backend", choices=("tensorrt_rtx", "tensorrt"), help="by default what builds for this GPU")
-    options = parser.parse_args()
+    parser.add_argument("--only", choices=("engine", "kernels"), help="leave out the other half")
+    parser.add_argument("--save", type=Path, help="where the kernels' rows go, as JSON")
+    parser.add_argument("--minutes", type=float, default=8.0, help="after which no other kernel begins")
+    options = parser.parse_args(arguments)
+    deadline = time.monotonic() + 60 * options.minutes
     try:
-        with tempfile.TemporaryDirectory() as folder:
-            return _run(options, Path(folder))
+        device = CudaDevice()
+        held = True
+        if options.only != "kernels":
+            with tempfile.TemporaryDirectory() as folder:
+                held = _check_engine(options, device, Path(folder))
+        if options.only != "engine":
+            held = _check_kernels(device, deadline, options.save) and held
     except TrtseekError as error:
         print(error, file=sys.stderr)
+        if not torch.cuda.is_available():
+            for row, _ in list_rows(SMS[-1]):
+                _row(row.name, row.describe(), "")
         return error.exit_code
+    return 0 if held else 1
 
 
-def _run(options: argparse.Namespace, folder: Path) -> int:
+def _check_kernels(device: CudaDevice, deadline: float, save: Path | None) -> bool:
+    """Of all operations that have kernels for this GPU."""
+    sm = max((sm for sm in SMS if sm <= device.sm), default=device.sm)
+    rows: list[Row] = []
+    try:
+        for row in measure_kernels(sm, deadline):
+            rows.append(row)
+            _row(row.name, row.describe(), row.verdict)
+    finally:  # also of a run that a kernel brings down
+        if save is not None:
+            save_run(save, rows, sm=sm, device=device.name)
+    return all(row.verdict != FAILED for row in rows)
+
+
+def _check_engine(options: argparse.Namespace, device: CudaDevice, folder: Path) -> bool:
     from pipeline.engine.description import load_description
     from pipeline.engine.tensorrt_rtx import TARGETS
-    from pipeline.runtime.device import CudaDevice
     from pipeline.runtime.engine_runner import EngineRunner
 
-    device = CudaDevice()
     backend = options.backend or ("tensorrt_rtx" if device.sm in TARGETS else "tensorrt")
     start = time.perf_counter()
     if options.run:
@@ -136,24 +168,24 @@ def _run(options: argparse.Namespace, folder: Path) -> int:
     print(
         f"{device.name}, SM{device.sm}; {description.backend} {description.backend_version}; torch {torch.__version__}"
     )
-    _row("engine ready", True, f"{time.perf_counter() - start:.1f} s")
+    _row("engine ready", f"{time.perf_counter() - start:.1f} s")
     start = time.perf_counter()
     runner = EngineRunner(engine / description.file, description, device=device)
     subject = load_subject(runner, description, checkpoint)
-    _row("loaded", True, f"{time.perf_counter() - start:.1f} s, {runner.count_blocks(0.9)} blocks fit")
+    _row("engine loaded", f"{time.perf_counter() - start:.1f} s, {runner.count_blocks(0.9)} blocks fit")
     held = True
     for name, holds, seen in run_checks(subject):
-        _row(name, holds, seen)
+        _row(f"engine, {name}", seen, OK if holds else FAILED)
         held = held and holds
     plain = EngineRunner(engine / description.file, description, device=device, graphs=False)
     for batch in (1, BATCH):
         times = [time_steps(r, subject, batch, torch.cuda.synchronize) for r in (runner, plain)]
-        _row(f"step, batch {batch}", True, f"{times[0]:.3f} ms with graphs, {times[1]:.3f} ms without")
-    return 0 if held else 1
+        _row(f"engine, step of batch {batch}", f"{times[0]:.3f} ms with graphs, {times[1]:.3f} ms without")
+    return held
 
 
-def _row(name: str, holds: bool, seen: str) -> None:
-    print(f"{name:<20} {'ok' if holds else 'FAILED':<7} {seen}", flush=True)
+def _row(name: str, seen: str, verdict: str = OK) -> None:
+    print(f"{name:<58} {verdict:<7} {seen}", flush=True)
 
 
 if __name__ == "__main__":

@@ -1,4 +1,5 @@
-"""Which kernels have passed `benchmarks/kernels.py`, and where: passed.json, filled from recorded runs and committed.
+"""Which kernels have passed `benchmarks/gpu.py`, and where: passed.json, which `python -m benchmarks.passed` fills from
+a saved run.
 
 A row is {"source": digest of the kernel's module, "sm": 80, "device": "NVIDIA A100-SXM4-80GB", "date": "2026-12-01"}:
 the PTX for that SM gave the reference's results on that device, at every size that the benchmark has. A kernel that was

@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import json
+import math
+from collections.abc import Callable
 from dataclasses import replace
 from pathlib import Path
 
@@ -10,10 +12,15 @@ import pytest
 import torch
 
 from benchmarks import expert_inputs
-from benchmarks.kernels import compare, count_bytes, draw_inputs, main, record
+from benchmarks.gpu import main
+from benchmarks.kernel_inputs import count_bytes, draw_inputs
+from benchmarks.kernels import BARS, Row, compare, list_rows
 from benchmarks.loopback import keep_local, loop_back
+from benchmarks.passed import main as record_main
+from benchmarks.passed import save_run
 from plugins.operation import Exchange, Input, Operation, Scratch
 from plugins.passed import find_run
+from plugins.resources import list_subjects
 from plugins.simulator import Simulator
 from tests.plugins.experts_cases import BASE, STORAGES
 from tests.plugins.test_moe_all_to_all import COMBINE, DISPATCH
@@ -96,18 +103,79 @@ def test_a_rank_alone_gets_back_what_it_sends(monkeypatch: pytest.MonkeyPatch) -
     assert (read, copied) == ([(300, 2, 5)], [(900, 100, 7 * 64, 5)])
 
 
-def test_a_run_is_recorded_once(tmp_path: Path) -> None:
-    table = tmp_path / "passed.json"
-    table.write_text('{"runs": []}')
+def fake_run(path: Path, change: Callable[[Row], Row | None] = lambda row: row) -> Path:
+    """As a GPU of SM90 would have saved it, every kernel right but for what `change` says."""
+    rows = [replace(row, error=0.5, seconds=1e-5, of_floor=0.9, unfused=3.0) for row, _ in list_rows(90)]
+    changed = [row for row in map(change, rows) if row is not None]
+    save_run(path, changed, sm=90, device="NVIDIA H200")
+    return path
+
+
+@pytest.fixture
+def table(tmp_path: Path) -> Path:
+    path = tmp_path / "passed.json"
+    path.write_text(
+        json.dumps({"runs": [{"source": "blake3:other", "sm": 80, "device": "A100", "date": "2026-01-01"}]})
+    )
+    return path
+
+
+def test_a_saved_run_fills_the_table_once(tmp_path: Path, table: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    run = fake_run(tmp_path / "run.json")
     for _ in range(2):
-        record([*HEADS.kernels(), *LATENT_ROPE.kernels()], 90, "NVIDIA H200", table)
-    record(GROUPED.kernels(), 90, "NVIDIA H200", table)
-    assert len(json.loads(table.read_text())["runs"]) == 2  # a row for each module
-    assert str(find_run(HEADS.kernels()[0], 90, table)).startswith("NVIDIA H200, ")
-    assert find_run(HEADS.kernels()[0], 80, table) is None
+        assert record_main([str(run)], table) == 0
+    modules = {kernel.module for _, operation, _ in list_subjects() for kernel in operation.kernels()}
+    runs = json.loads(table.read_text())["runs"]
+    assert len(runs) == 1 + len(modules) and runs[0]["source"] == "blake3:other"
+    for operation in (HEADS, LATENT_ROPE, GROUPED, BASE):
+        for kernel in operation.kernels():
+            assert str(find_run(kernel, 90, table)).startswith("NVIDIA H200, ")
+            assert find_run(kernel, 80, table) is None
+    assert "paged_attention, paged_latent_attention, SM90: passed on NVIDIA H200" in capsys.readouterr().out
+
+
+FAULTS: dict[str, tuple[Callable[[Row], Row | None], str]] = {
+    "wrong": (lambda row: replace(row, error=1.5), "is 1.5 of the bound from its reference"),
+    "not a number": (lambda row: replace(row, error=math.nan), "is nan of the bound from its reference"),
+    "not measured": (lambda row: replace(row, error=None), "prefill was not measured"),
+    "missing": (lambda _: None, "prefill was not measured"),
+    "edited": (lambda row: replace(row, sources=("blake3:before",)), "rope_paged_kv was edited since"),
+}
+
+
+@pytest.mark.parametrize("fault", FAULTS)
+def test_one_bad_row_keeps_its_kernels_out(
+    fault: str, tmp_path: Path, table: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    change, why = FAULTS[fault]
+    name = "rope_paged_kv, Llama-8B, fp8 cache, prefill"
+    run = fake_run(tmp_path / "run.json", lambda row: change(row) if row.name == name else row)
+    assert record_main([str(run)], table) == 0
+    for operation in (HEADS, LATENT_ROPE):  # one module has both
+        assert all(find_run(kernel, 90, table) is None for kernel in operation.kernels())
+    assert all(find_run(kernel, 90, table) for kernel in GROUPED.kernels())
+    assert why in capsys.readouterr().out
+
+
+def test_a_run_of_nothing_records_nothing(tmp_path: Path, table: Path) -> None:
+    before = table.read_text()
+    assert record_main([str(fake_run(tmp_path / "run.json", lambda _: None))], table) == 1
+    assert json.loads(table.read_text()) == json.loads(before)
+
+
+def test_rows_say_which_bar_they_miss() -> None:
+    row = replace(list_rows(90)[0][0], step="decode 256", error=0.1, seconds=2e-5, of_floor=0.7, unfused=1.5)
+    assert row.describe() == "0.100 of the bound, 0.020 ms, 70% of floor, 1.5 x unfused; below 80% of floor; below 2 x"
+    assert row.verdict == "ok" and replace(row, error=2.0).verdict == "FAILED"
+    assert replace(row, step="decode 1", unfused=2.0).list_missed() == []
+    known = {(row.operation, row.step) for row, _ in list_rows(90)}
+    assert all((operation, step) in known for operation, _, steps, *_ in BARS for step in steps)
 
 
 @pytest.mark.skipif(torch.cuda.is_available(), reason="says what is missing without a GPU")
-def test_without_a_gpu_it_says_so(capsys: pytest.CaptureFixture[str]) -> None:
-    assert main([]) == 4
-    assert "sees no GPU" in capsys.readouterr().err
+def test_without_a_gpu_the_table_says_what_was_not_measured(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    assert main(["--save", str(tmp_path / "run.json")]) == 4
+    told = capsys.readouterr()
+    assert "sees no GPU" in told.err and not (tmp_path / "run.json").exists()
+    lines = told.out.splitlines()
+    assert len(lines) == len(list_rows(120)) and all(line.endswith("not measured") for line in lines)
