@@ -101,7 +101,11 @@ class SafetensorsWriter:
         self._flusher = ThreadPoolExecutor(1)
         self._flush: Future[None] | None = None
         self._file = open(path, "wb", buffering=0)  # noqa: SIM115 (closed in __exit__)
-        self._put(header)
+        try:
+            self._put(header)
+        except BaseException as error:  # nobody enters what was not made
+            self.__exit__(type(error), error, error.__traceback__)
+            raise
 
     def write(self, data: npt.NDArray[Any]) -> None:
         """Appends a contiguous array's bytes."""

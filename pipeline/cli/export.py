@@ -6,6 +6,8 @@ from pathlib import Path
 
 import click
 
+from pipeline.errors import StoreError
+
 # The tables are in pipeline.exports, which imports what --help must not wait for.
 FORMATS = ("hf", "awq", "compressed_tensors", "modelopt", "gguf")
 OTHERS = ("refuse", "16bit")
@@ -45,11 +47,17 @@ def command(checkpoint: Path, format: str, output: Path, others: str, asymmetric
     from pipeline.checkpoint.folder import CheckpointFolder
     from pipeline.exports.formats import export_checkpoint
     from pipeline.progress import make_reporter
+    from pipeline.stages.disk import explain_disk_errors
 
     reporter = make_reporter()
     reporter.begin("export")
     engine = CheckpointFolder.open(_locate(checkpoint))
-    report = export_checkpoint(engine, output, format, others=others, asymmetric=asymmetric, progress=reporter)
+    try:
+        with explain_disk_errors(output, only_under=output.parent):
+            report = export_checkpoint(engine, output, format, others=others, asymmetric=asymmetric, progress=reporter)
+    except StoreError as error:
+        hint = "nothing was left there: name another --output, or mend this one, and export again"
+        raise StoreError(error.message, hint=hint) from error
     for note in report.notes:
         reporter.note(note)
     written = ", ".join(f"{count} linears in {kind}" for kind, count in report.quantized.items())

@@ -9,7 +9,7 @@ from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from pipeline.errors import CompatibilityError, ConfigError
+from pipeline.errors import CheckpointError, CompatibilityError, ConfigError
 from pipeline.exports import awq, compressed_tensors, hf, modelopt
 from pipeline.exports.folder import new_folder, write_folder
 from pipeline.exports.linear import find_linear
@@ -96,6 +96,8 @@ def export_checkpoint(
     CheckpointError, CompatibilityError, naming the linear, and ConfigError for what goes with no such format.
     """
     _check(engine, format, others, asymmetric)
+    if output.resolve().is_relative_to(engine.path.resolve()):
+        raise CheckpointError(f"{output} is within {engine.path}, which is exported", hint="name a folder beside it")
     if format == GGUF:
         from pipeline.exports.gguf_file import write_gguf
 

@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import errno
 import json
+import os
 from pathlib import Path
 
 import pytest
@@ -11,7 +13,7 @@ from click.testing import CliRunner, Result
 from safetensors.torch import load_file
 
 from pipeline.cli.export import FORMATS, OTHERS, command
-from pipeline.errors import CheckpointError, CompatibilityError, ConfigError
+from pipeline.errors import CheckpointError, CompatibilityError, ConfigError, StoreError
 from pipeline.exports.formats import NAMES
 from pipeline.exports.plan import REFUSE, WIDEN
 from tests.evaluation.support import convert
@@ -70,3 +72,39 @@ def test_zero_points_go_with_awq_alone(llama_path: Path, tmp_path: Path) -> None
 def test_the_choices_are_the_tables() -> None:
     assert set(FORMATS) == set(NAMES)
     assert set(OTHERS) == {REFUSE, WIDEN}
+
+
+def test_a_checkpoint_is_not_exported_into_itself(llama_path: Path, tmp_path: Path) -> None:
+    convert(llama_path, tmp_path / "engine", "bfloat16")
+    before = sorted((tmp_path / "engine").iterdir())
+    (tmp_path / "link").symlink_to("engine")
+    for place in ("engine/in", "link/deep/in"):
+        with pytest.raises(CheckpointError, match=r"is within .*engine, which is exported"):
+            run(tmp_path / "engine", "--output", tmp_path / place)
+    assert sorted((tmp_path / "engine").iterdir()) == before
+
+
+@pytest.mark.parametrize("format", ["hf", "gguf"])
+def test_a_full_disk_is_said_and_leaves_nothing(
+    format: str, llama_path: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    convert(llama_path, tmp_path / "engine", "bfloat16")
+
+    def fill(*_: object, **__: object) -> None:
+        raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
+
+    monkeypatch.setattr("pipeline.checkpoint.safetensors_file.SafetensorsWriter._put", fill)
+    monkeypatch.setattr("pipeline.exports.gguf_file._append", fill)
+    with pytest.raises(StoreError, match="out: the disk is full") as caught:
+        run(tmp_path / "engine", "--format", format, "--output", tmp_path / "out")
+    assert "--output" in caught.value.hint
+    assert [path.name for path in tmp_path.iterdir()] == ["engine"]
+
+
+def test_a_place_that_takes_no_folder(llama_path: Path, tmp_path: Path) -> None:
+    convert(llama_path, tmp_path / "engine", "bfloat16")
+    with pytest.raises(StoreError, match="/proc/none cannot be made there"):
+        run(tmp_path / "engine", "--output", "/proc/none/out")
+    (tmp_path / "file").touch()
+    with pytest.raises(StoreError, match="file is a file where a folder should be"):
+        run(tmp_path / "engine", "--output", tmp_path / "file/out")
