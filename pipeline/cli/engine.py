@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import shlex
 import shutil
 import sys
 from pathlib import Path
@@ -68,7 +69,7 @@ def command(
         raise
     except PendingError as pending:
         _report(config)
-        _tell_way_on(executor, config, config_file, pending)
+        _tell_way_on(executor, config, [config_file, *(f"--set={override}" for override in overrides)], pending)
         ctx.exit(pending.exit_code)
     page = _report(config) if "verify" in made else None  # once there is a proof to show
     _list_results(config, made, page)
@@ -91,7 +92,8 @@ def _take(
     from pipeline.stages.foreign_build import take_tensorrt_llm
 
     run = take_tensorrt_llm(engine)
-    return [replace(stage, run=run) if stage.name == "build" else stage for stage in stages], (*force, "build")
+    taken = [replace(stage, run=run, forced_by="--resume") if stage.name == "build" else stage for stage in stages]
+    return taken, (*force, "build")
 
 
 def _list_results(config: Config, made: Iterable[str], page: Path | None = None) -> None:
@@ -102,8 +104,8 @@ def _list_results(config: Config, made: Iterable[str], page: Path | None = None)
         click.echo(f"{'report'.ljust(width)}  {page}")
 
 
-def _tell_way_on(executor: Executor, config: Config, config_file: str, pending: PendingError) -> None:
-    """What to do next, in commands to be copied."""
+def _tell_way_on(executor: Executor, config: Config, arguments: Sequence[str], pending: PendingError) -> None:
+    """What to do next, in commands to be copied. `arguments`: what made the config what it is."""
     job, gpu = config.run_folder / "job", config.target.gpu
     shown = [stage.name for stage in executor.stages if (config.run_folder / stage.name).exists()]
     _list_results(config, shown)
@@ -113,7 +115,7 @@ def _tell_way_on(executor: Executor, config: Config, config_file: str, pending: 
         f"copy the job to a host with the {gpu}": f"rsync -rL --chmod=u+w {job}/ HOST:{there}/",
         "build there, in docker or within the container": f"ssh HOST 'cd {there} && ./build.sh engine'",
         "bring the engine back": f"rsync -r HOST:{there}/engine/ {back}/",
-        "go on here": f"{_name_program()} engine {config_file} --resume {back}",
+        "go on here": f"{_name_program()} engine {shlex.join(arguments)} --resume {back}",
     }
     click.echo(
         f"\nNothing failed: {pending.message}.\n{job} ({size}) is all that building it takes. What to do next:\n"

@@ -126,7 +126,7 @@ class _Job:
     def find(self) -> Finding:
         """What the store has to use; nothing where the stage is forced."""
         finding = self.store.find(self.stage.name, self.found.digest, inputs=self.contents)
-        return finding.without("--force") if self.forced else finding
+        return finding.without(self.stage.forced_by) if self.forced else finding
 
     def reuse(self) -> tuple[Finding, Artifact | None]:
         """Links what the store has, if it has it: held until the link shows it to be in use."""

@@ -54,7 +54,8 @@ class Stage:
     `version` goes up whenever the same inputs would come out as other bytes. `inputs` names earlier stages; those that
     do not apply to a config are left out of the context. `sources` names files and folders outside the store.
     `libraries` are distributions whose versions decide the bytes. `target` is what of the target does, None if nothing.
-    `reproducible` is whether a second run gives the same bytes (an engine does not).
+    `reproducible` is whether a second run gives the same bytes (an engine does not). `forced_by`: the option that makes
+    it run again whatever there is.
     """
 
     name: str
@@ -67,6 +68,7 @@ class Stage:
     target: Callable[[Config], Any] | None = None
     applies: Callable[[Config], bool] = _always
     reproducible: bool = True
+    forced_by: str = "--force"
 
 
 def load_stages() -> tuple[Stage, ...]:
@@ -105,9 +107,9 @@ class Selection:
                 hint=f"the order is {', '.join(stage.name for stage in stages)}",
             )
         for name in sorted(forced):
-            if not first <= pick_stage(name, stages) <= last:
+            if not first <= (place := pick_stage(name, stages)) <= last:
                 raise ConfigError(
-                    f"--force {name} is outside of what --from and --until leave to run",
+                    f"{stages[place].forced_by}: {name} is outside of what --from and --until leave to run",
                     hint="drop one of the options",
                 )
         return Selection(first=first, last=last, forced=forced)

@@ -79,7 +79,7 @@ def _plan_stage(
     found = fingerprinter.fingerprint(stage)
     finding = store.find(stage.name, found.digest, inputs=_contents(stage, plans))
     if stage.name in selection.forced:
-        reasons = ["--force"]
+        reasons = [stage.forced_by]
     elif finding.artifact is None:
         reasons = explain_run(stage.name, found, finding, previous)
         if steps := store.count_finished_steps(stage.name, found.digest):

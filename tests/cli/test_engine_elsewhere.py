@@ -8,7 +8,7 @@ from dataclasses import replace
 
 import pytest
 
-from pipeline.errors import BuildError, PackageError, PendingError
+from pipeline.errors import BuildError, ConfigError, PackageError, PendingError
 from pipeline.stages.graph import load_stages
 from pipeline.triton.errors import ServerError
 from tests.engine.tensorrt_llm.gpu_host import make_host
@@ -87,6 +87,7 @@ def test_there_and_back(workplace, stages, invoke):
     done = host.run(workplace / "out/small/job", "small-engine", workplace)
     assert done.returncode == 0, done.stderr
     result = invoke("engine", "small", "--until", "build", "--resume", "small-engine")
+    assert "build: runs: --resume" in result.stderr
     assert result.stdout.splitlines()[-1] == "build    out/small/build"
     record = json.loads((workplace / "out/small/build/tensorrt_llm.json").read_text())
     assert (record["version"], record["sm"], record["network_digest"]) == ("1.2.1", 90, "blake3:proved")
@@ -125,6 +126,18 @@ def test_built_here_where_it_can_be(workplace, stages, invoke, monkeypatch):
     result = invoke("engine", "small", "--until", "build")
     assert (workplace / "out/small/build/engine/build.log").is_file()
     assert "build: made in" in result.stderr
+
+
+def test_the_way_on_is_that_of_the_same_config(workplace, stages, invoke):
+    result = invoke("engine", "small", "--set", "output=my out", "--set", "stages.build.max_batch_size=1")
+    assert (
+        "engine small '--set=output=my out' --set=stages.build.max_batch_size=1 --resume small-engine" in result.stdout
+    )
+
+
+def test_resume_beyond_the_stages_that_run(workplace, stages, invoke):
+    with pytest.raises(ConfigError, match="--resume: build is outside of what --from and --until leave to run"):
+        invoke("engine", "small", "--until", "job", "--resume", "small-engine")
 
 
 def test_resume_is_for_this_backend(workplace, stages, invoke):

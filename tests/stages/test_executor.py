@@ -212,7 +212,7 @@ def test_options_that_contradict_are_refused(tmp_path):
     assert "did you mean upper" in error.value.hint
     with pytest.raises(ConfigError, match="--from link comes after --until copy"):
         executor.run(start="link", until="copy")
-    with pytest.raises(ConfigError, match="--force link is outside"):
+    with pytest.raises(ConfigError, match="--force: link is outside"):
         executor.run(until="copy", force=["link"])
 
 
