@@ -64,11 +64,12 @@ def export_llmapi(context: StageContext) -> None:
 
 def _choose_format(engine: CheckpointFolder) -> str:
     from pipeline.checkpoint.layouts.scales import find_format
-    from pipeline.config.backends import LLMAPI_EXPORTS
+    from pipeline.config.backends import FOREIGN_LLMAPI_EXPORTS, LLMAPI_EXPORTS
 
+    exports = LLMAPI_EXPORTS | FOREIGN_LLMAPI_EXPORTS
     names = (name.removesuffix(".weight") for name in engine.tensors if name.endswith(".weight"))
     formats = {form for name in names if (form := find_format(engine.tensors, name))}
-    wanted = {LLMAPI_EXPORTS.get(form, "") for form in formats} or {"hf"}
+    wanted = {exports.get(form, "") for form in formats} or {"hf"}
     if len(wanted) > 1 or "" in wanted:
         raise CompatibilityError(
             f"{engine.path}: its linears are in {', '.join(sorted(formats))}, which TensorRT-LLM's PyTorch backend "

@@ -67,7 +67,7 @@ def list_linears(architecture: Architecture, tensors: Mapping[str, TensorInfo]) 
         ):
             continue
         form, group = find_format(tensors, name), None
-        if form is not None and FORMATS[form].grouped:
+        if form in FORMATS and FORMATS[form].grouped:
             group = mapping.target_shape[1] // tensors[f"{name}.{WEIGHT_SCALES}"].shape[1]
         rows, columns = mapping.target_shape
         found.append(

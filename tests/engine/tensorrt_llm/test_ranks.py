@@ -15,6 +15,8 @@ from pipeline.errors import CheckpointError, CompatibilityError, StoreError
 from pipeline.evaluation.rank_proof import prove_ranks
 from pipeline.sharding import Parallel
 from pipeline.workspace import FolderWorkspace
+from tests.checkpoint.foreign import cases as foreign
+from tests.checkpoint.foreign.test_convert import convert
 from tests.engine.tensorrt_llm import golden
 from tests.engine.tensorrt_llm.rank_cases import make_engine, write
 
@@ -156,6 +158,14 @@ def test_a_full_disk_is_refused_first(engines: Engines, tmp_path: Path) -> None:
     with pytest.raises(StoreError):
         write_ranks(engine, Full(tmp_path / "ranks", journal=tmp_path / "journal"), parallel=Parallel(), sm=90)
     assert list((tmp_path / "ranks").iterdir()) == []
+
+
+def test_fp8_with_a_scale_for_each_output_is_refused(tmp_path: Path) -> None:
+    """As others' checkpoints may have it of q, k and v; TensorRT-LLM's engines have one scale for the three."""
+    engine, _ = convert(foreign.write("modelopt-fp8", tmp_path), tmp_path / "engine", dtype="float16")
+    with pytest.raises(CompatibilityError, match=r"attention\.qkv is FP8 with a scale for each output"):
+        write(engine, tmp_path / "ranks")
+    assert not list((tmp_path / "ranks").glob("*"))
 
 
 def test_what_cannot_run_is_refused(engines: Engines, tmp_path: Path) -> None:
