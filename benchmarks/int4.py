@@ -3,9 +3,10 @@
     python -m benchmarks.int4            # exit status 1 where a bar is missed
 
 A Llama of 254M random weights. All sides take their weights from the same bf16 tensors, each rounded to its own 4-bit
-format: INT4 in groups of 128 here, Q4_0 (groups of 32) there. Head and embedding stay bf16 here and in transformers;
-llama.cpp has them in Q8_0 (`--head BF16`: as here). Prompts are the same tokens; what is generated differs, which costs
-nothing. Decoding is timed from the moment every sequence has its first token, prefill up to the first token.
+format: INT4 in groups of 128 here, Q4_0 (groups of 32) there. The head is INT8 here and Q8_0 there, or bf16 on both
+sides (`--head BF16`), and always bf16 in transformers; the embedding, of which a token reads one row, is as the head
+there and bf16 here. Prompts are the same tokens; what is generated differs, which costs nothing. Decoding is timed from
+the moment every sequence has its first token, prefill up to the first token.
 
 llama.cpp comes from PyPI's prebuilt wheel in an environment of its own, out/peers/xllamacpp, made when missing. The
 three take turns, round after round, with equal threads; a round's ratio is held against the bar by its median, and CPU
@@ -188,7 +189,7 @@ def measure(case: Case, sides: Mapping[str, Side], rounds: int) -> dict[str, Any
 def main() -> int:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--rounds", type=int, default=7)
-    parser.add_argument("--head", default="Q8_0", help="llama.cpp's type of head and embedding: Q8_0, BF16, Q4_0")
+    parser.add_argument("--head", default="Q8_0", choices=("Q8_0", "BF16"), help="INT8 here and Q8_0 there, or bf16")
     parser.add_argument("--peers", type=Path, default=Path("out/peers"), help="where environments and files go")
     parser.add_argument("--threads", type=int, default=torch.get_num_threads(), help="of each side")
     options = parser.parse_args()
@@ -200,7 +201,8 @@ def main() -> int:
     model = llama.build_model(CONFIG)
     file = options.peers / f"llama-250m-{options.head}.gguf"
     write_gguf(file, model.state_dict(), CONFIG, linears="Q4_0", head=options.head)
-    runner = InterpreterRunner(llama.read_program(model, CONFIG, int4=True), mode="fast")
+    program = llama.read_program(model, CONFIG, int4=True, int8_head=options.head == "Q8_0")
+    runner = InterpreterRunner(program, mode="fast")
     peer = LlamaCpp(file, options.peers / "xllamacpp", options.threads)
     sides: dict[str, Side] = {
         "interpreter": run_interpreter(runner),

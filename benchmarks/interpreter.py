@@ -26,6 +26,7 @@ from pipeline.checkpoint.layouts import layout_for
 from pipeline.checkpoint.tensors import RawTensor, TensorInfo
 from pipeline.interpreter.numerics import Mode
 from pipeline.network.program import Program
+from pipeline.quantization import int8
 from pipeline.quantization.int4 import pack, quantize
 from pipeline.runtime.generation import generate
 from pipeline.runtime.runner import InterpreterRunner
@@ -50,9 +51,12 @@ CONFIG: dict[str, Any] = {
 
 
 class EngineWeights:
-    """A hub state dict under the engine checkpoint's names, in memory; with `int4`, the layers' linears rounded."""
+    """A hub state dict under the engine checkpoint's names, in memory; with `int4`, the layers' linears rounded, with
+    `int8_head`, the head."""
 
-    def __init__(self, state: Mapping[str, torch.Tensor], config: Mapping[str, Any], *, int4: bool) -> None:
+    def __init__(
+        self, state: Mapping[str, torch.Tensor], config: Mapping[str, Any], *, int4: bool, int8_head: bool
+    ) -> None:
         self._raw: dict[str, RawTensor] = {}
         for mapping in layout_for(parse_architecture(config)).mappings():
             if mapping.optional and mapping.sources[0] not in state:
@@ -63,6 +67,10 @@ class EngineWeights:
                 self._raw[mapping.target] = RawTensor.from_torch(pack(q))
                 scale_name = mapping.target.removesuffix("weight") + "weights_scaling_factor"
                 self._raw[scale_name] = RawTensor.from_torch(scales.float())
+            elif int8_head and mapping.role == "head":
+                q, scales = int8.quantize(target)
+                self._raw[mapping.target] = RawTensor.from_torch(q)
+                self._raw["lm_head.per_channel_scale"] = RawTensor.from_torch(scales)
             else:
                 self._raw[mapping.target] = RawTensor.from_torch(target)
 
@@ -83,7 +91,7 @@ def build_model(values: Mapping[str, Any]) -> Any:
     return LlamaForCausalLM(config).to(torch.bfloat16).eval()
 
 
-def read_program(model: Any, config: Mapping[str, Any], *, int4: bool) -> Program:
+def read_program(model: Any, config: Mapping[str, Any], *, int4: bool, int8_head: bool = False) -> Program:
     import tensorrt_rtx as trt
 
     from pipeline.network.network import NetworkSpec, build_network
@@ -91,7 +99,7 @@ def read_program(model: Any, config: Mapping[str, Any], *, int4: bool) -> Progra
 
     spec = NetworkSpec(dtype="bfloat16", block_size=BLOCK_SIZE, max_seq_len=config["max_position_embeddings"])
     network = trt.Builder(trt.Logger(trt.Logger.ERROR)).create_network(0)
-    source = EngineWeights(model.state_dict(), config, int4=int4)
+    source = EngineWeights(model.state_dict(), config, int4=int4, int8_head=int8_head)
     return read_network(build_network(trt, network, spec, parse_architecture(config), source))
 
 
