@@ -15,6 +15,8 @@ if TYPE_CHECKING:
     from collections.abc import Callable
     from pathlib import Path
 
+    from pipeline.checkpoint.folder import CheckpointFolder
+
 Document = dict[str, Any]
 
 
@@ -109,9 +111,21 @@ def _describe_checkpoint(path: Path) -> Document:
         "dtype": architecture.dtype,
         "bytes": sum(row["bytes"] for row in tensors),
         "rope": {"kind": architecture.rope.kind, "theta": architecture.rope.theta, **architecture.rope.scaling},
-        "quantization": _describe_quantization(ours.get("quantization") if ours else None),
+        "quantization": _describe_quantization(ours.get("quantization")) if ours else _describe_stated(folder),
         "tensors": tensors,
     }
+
+
+def _describe_stated(folder: CheckpointFolder) -> Document | None:
+    """What another tool says of its quantization: whose it is, and its plain values."""
+    from pipeline.checkpoint.foreign.methods import KEY, find_method, find_settings
+
+    method = find_method(folder)
+    stated = folder.config.get(KEY) if method is None else find_settings(folder, method).values
+    if not isinstance(stated, dict):
+        return None
+    plain = {key: value for key, value in stated.items() if isinstance(value, str | int | float)}
+    return {"quant_method": method, **plain}
 
 
 def _describe_quantization(quantization: Document | None) -> Document | None:

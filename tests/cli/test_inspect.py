@@ -5,6 +5,7 @@ import pytest
 
 from pipeline.cli.inspection import InspectionError
 from pipeline.errors import BuildError, CheckpointError
+from tests.checkpoint.foreign.cases import write
 
 REPOSITORY = Path(__file__).parents[2] / "model_repo"
 
@@ -23,6 +24,17 @@ def test_checkpoint(invoke, deepseek_v2_path):
     index = json.loads((deepseek_v2_path / "model.safetensors.index.json").read_text())
     assert sum(row["count"] for row in document["tensors"]) == len(index["weight_map"])
     assert document["bytes"] == index["metadata"]["total_size"]
+
+
+def test_what_another_tool_quantized_is_said_to_be(invoke, tmp_path):
+    awq = read(invoke, write("awq", tmp_path / "awq"))["quantization"]
+    assert (awq["quant_method"], awq["bits"], awq["group_size"]) == ("awq", 4, 64)
+    path = write("modelopt-fp8", tmp_path / "fp8")
+    config = json.loads((path / "config.json").read_text())
+    config.pop("quantization_config", None)  # then hf_quant_config.json alone says so
+    (path / "config.json").write_text(json.dumps(config))
+    found = read(invoke, path)["quantization"]
+    assert (found["quant_method"], found["quant_algo"]) == ("modelopt", "FP8")
 
 
 def test_text_says_the_same(invoke, llama_path):
