@@ -44,12 +44,13 @@ def _note_made_blocks(case: Case) -> str | None:
     )
 
 
-def _note_unscaled_cache(case: Case) -> str | None:
+def _note_unread_scales(case: Case) -> str | None:
     if case.quantize.kv_cache == "none" or case.config.target.backend != "llmapi":
         return None
     return (
-        f"the PyTorch backend is told to keep its KV cache in {case.quantize.kv_cache}, without the scales that are "
-        "calibrated: the checkpoint has no place for them, and verify measures the cache that has them"
+        f"the checkpoint has the calibrated scales of the cache in {case.quantize.kv_cache}, and verify measures the "
+        "cache that has them; whether the release that serves it reads them is not known here: sources of 1.2 load "
+        "them for NVFP4 caches alone"
     )
 
 
@@ -113,7 +114,7 @@ NOTES: tuple[Rule, ...] = (
     Rule("weights_come_later", "stages.build.weights", _note_stripped, ""),
     Rule("fp8_saves_memory", "stages.convert.dtype", _note_fp8_blocks, ""),
     Rule("made_blocks_save_memory", "stages.quantize.method", _note_made_blocks, ""),
-    Rule("cache_is_unscaled", "stages.quantize.kv_cache", _note_unscaled_cache, ""),
+    Rule("cache_scales_unread", "stages.quantize.kv_cache", _note_unread_scales, ""),
     Rule("plugins_are_new", "stages.build.lowering", _note_plugins, ""),
     Rule("no_experts", "stages.build.lowering.moe_experts", _note_no_experts, ""),
     Rule("nothing_to_exchange", "stages.build.lowering.moe_all_to_all", _note_lone_exchange, ""),

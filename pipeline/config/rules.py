@@ -42,21 +42,29 @@ def _find_long_sequences(case: Case) -> str | None:
     return f"{wanted} tokens are more than the model's context of {limit}"
 
 
-def _find_long_text(case: Case) -> str | None:
-    q, verify = case.quantize, case.config.stages.verify
-    pieces = {
-        "calibration.length": q.calibration.length if q.measures else 0,
-        "verify.heldout.window": verify.heldout.window,
-        "verify.context.lengths": max(verify.context.lengths, default=0),
-    }
-    return next(
-        (
-            f"{key} {n} is more than the model's context of {case.context_limit}"
-            for key, n in pieces.items()
-            if n > case.context_limit
-        ),
-        None,
-    )
+# Pieces of text: the rule's name, the setting that says how long they are, and what it says.
+_PIECES: tuple[tuple[str, str, Callable[[Case], int]], ...] = (
+    (
+        "calibration_within_context",
+        "stages.quantize.calibration.length",
+        lambda case: case.quantize.calibration.length if case.quantize.measures else 0,
+    ),
+    ("heldout_within_context", "stages.verify.heldout.window", lambda case: case.config.stages.verify.heldout.window),
+    (
+        "drift_within_context",
+        "stages.verify.context.lengths",
+        lambda case: max(case.config.stages.verify.context.lengths, default=0),
+    ),
+)
+
+
+def _make_text_rule(name: str, key: str, measure: Callable[[Case], int]) -> Rule:
+    def find(case: Case) -> str | None:
+        if (n := measure(case)) <= case.context_limit:
+            return None
+        return f"{key.removeprefix('stages.')} {n} is more than the model's context of {case.context_limit}"
+
+    return Rule(name, key, find, "shorten the pieces")
 
 
 _LIMITS = ("max_seq_len", "max_batch_size", "max_num_tokens", "max_blocks", "generation")
@@ -167,7 +175,7 @@ RULES: tuple[Rule, ...] = (
         "set stages.build.lowering.rope_paged_kv and paged_attention: plugin, or kv_cache: none",
     ),
     Rule("context_of_model", "stages.build.max_seq_len", _find_long_sequences, "lower max_seq_len"),
-    Rule("text_within_context", "stages", _find_long_text, "shorten the pieces"),
+    *(_make_text_rule(*row) for row in _PIECES),
     Rule(
         "limits_agree",
         "stages.build",

@@ -55,7 +55,7 @@ def _list_unserved(case: Case) -> Iterator[str]:
     build, package = case.build, case.config.stages.package
     own, ranks = package.tensorrt_llm, case.parallel.tensor * case.parallel.pipeline
     if package.enable_kv_cache_reuse and not is_paged(case.config):
-        yield "enable_kv_cache_reuse needs paged context FMHA, which an INT8 KV cache turns off"
+        yield "enable_kv_cache_reuse needs paged context FMHA, which an INT8 KV cache turns off: set it to false"
     if own.kv_cache_host_memory_bytes and not package.enable_kv_cache_reuse:
         yield "kv_cache_host_memory_bytes keeps blocks for reuse, and enable_kv_cache_reuse is false"
     if beyond := [window for window in own.max_attention_window_size if window > build.max_seq_len]:
@@ -79,6 +79,6 @@ TENSORRT_LLM_SERVING_RULES: tuple[Rule, ...] = (
         "served_as_built",
         "stages.package",
         of_backend("tensorrt_llm", _find_unserved),
-        "leave the setting out, or build for it",
+        "change the setting, or build for it",
     ),
 )

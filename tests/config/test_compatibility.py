@@ -165,12 +165,13 @@ SETTINGS = [
     ),
     ("context_of_model", {"stages.build.max_seq_len": 16385}, {"stages.build.max_seq_len": 16384}, "context of 16384"),
     (
-        "text_within_context",
+        "calibration_within_context",
         {"stages.quantize.calibration.length": 20000},
         {"stages.quantize.calibration.length": 20000, "stages.quantize.method": "rtn"},
         "calibration.length 20000",
     ),
-    ("text_within_context", {"stages.verify.heldout.window": 16385}, {}, "heldout.window 16385"),
+    ("heldout_within_context", {"stages.verify.heldout.window": 16385}, {}, "heldout.window 16385"),
+    ("drift_within_context", {"stages.verify.context.lengths": (256, 16385)}, {}, "context.lengths 16385"),
     (
         "limits_agree",
         {"stages.build.generation": ({"batch": 17, "length": 64}, {"batch": 1, "length": 4096})},
@@ -247,10 +248,10 @@ SETTINGS = [
         "an FP8 KV cache needs SM89 or later; the A100-80GB is SM80",
     ),
     (
-        "cache_is_unscaled",
+        "cache_scales_unread",
         {"target.gpu": "H100", "target.backend": "llmapi", "stages.quantize.kv_cache": "fp8"},
         {"target.gpu": "H100", "target.backend": "tensorrt_llm", "stages.quantize.kv_cache": "fp8"},
-        "without the scales that are calibrated",
+        "the checkpoint has the calibrated scales of the cache in fp8",
     ),
 ]
 

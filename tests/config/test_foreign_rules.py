@@ -41,3 +41,13 @@ def test_fp8_wants_a_gpu_that_has_it(tmp_path: Path) -> None:
         with pytest.raises(CompatibilityError, match="need FP8 tensor cores, SM89 or later; the A100-80GB is SM80"):
             check(path, NONE, f"stages.convert.dtype={dtype}")
         check(path, NONE, f"stages.convert.dtype={dtype}", "target.gpu=L40S")
+
+
+def test_integers_on_blackwell_are_refused_before_they_are_converted(tmp_path: Path) -> None:
+    awq, fp8 = write("awq", tmp_path / "awq"), write("compressed-fp8-static", tmp_path / "fp8")
+    settings = (NONE, "target.gpu=B200", "target.backend=tensorrt_llm", "stages.convert.dtype=float16")
+    with pytest.raises(CompatibilityError, match=r"\.qweight is INT4 or INT8, which TensorRT-LLM's builder refuses"):
+        check(awq, *settings)
+    check(awq, *settings, "stages.convert.foreign=dequantize")
+    check(awq, *settings, "target.gpu=H100")
+    check(fp8, *settings)

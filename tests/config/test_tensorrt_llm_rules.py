@@ -57,7 +57,7 @@ SETTINGS = [
         "no_integers_on_blackwell",
         {**ENGINE, "target.gpu": "B200"},
         {**ENGINE, "target.gpu": "RTX-5090"},
-        "int4 on SM100: its builder refuses INT8 and INT4 from SM100 to SM119",
+        "int4 on SM100: INT8 and INT4 are what TensorRT-LLM's builder refuses from SM100 to SM119",
     ),
     (
         "mixed_precision",
@@ -86,12 +86,6 @@ SETTINGS = [
         {**PYTORCH, "stages.quantize.recipe": {"rows": [{"pattern": "*.mlp.fc", "method": "fp8_blocks"}]}},
         {**PYTORCH, "stages.quantize.recipe": {"rows": [{"pattern": "*.mlp.fc", "method": "fp8"}]}},
         "no one checkpoint that the PyTorch backend reads has both",
-    ),
-    (
-        "fp8_cache_needs_sm89",
-        {**ENGINE, "target.gpu": "A100", "stages.quantize.kv_cache": "fp8"},
-        {**ENGINE, "target.gpu": "L4", "stages.quantize.kv_cache": "fp8"},
-        "SM89 or later; the A100-80GB is SM80",
     ),
     (
         "no_int8_cache",

@@ -18,6 +18,7 @@ INTEGERS = ("int4", "int4_fp8", "int8", "int8_sq")
 GROUPED = ("int4", "int4_fp8")
 GROUP_SIZES = (64, 128)
 BLACKWELL = range(100, 120)
+NO_INTEGERS = "TensorRT-LLM's builder refuses from SM100 to SM119"
 W4A8_SMS = range(89, 100)
 
 
@@ -111,7 +112,7 @@ def _find_blackwell(ask: Ask) -> str | None:
     found = sorted(ask.formats & {*INTEGERS})
     if not found or ask.sm not in BLACKWELL:
         return None
-    return f"{', '.join(found)} on SM{ask.sm}: its builder refuses INT8 and INT4 from SM100 to SM119"
+    return f"{', '.join(found)} on SM{ask.sm}: INT8 and INT4 are what {NO_INTEGERS}"
 
 
 def _find_w4a8(ask: Ask) -> str | None:
