@@ -21,8 +21,8 @@ from typing import Any
 
 import torch
 
-from pipeline.checkpoint.export import hf_layer_state
 from pipeline.checkpoint.folder import CheckpointFolder
+from pipeline.checkpoint.hub_weights import hf_layer_state
 from pipeline.checkpoint.reference import build_hf_layer, build_hf_rotary, causal_mask
 from pipeline.checkpoint.tensors import TensorSource
 from pipeline.config.load import load_config

@@ -2,7 +2,8 @@
 
 Built on the meta device and given their weights by assignment, so that a layer costs its own weights and no more.
 Attention is eager (the form whose arithmetic is written out), experts run in a loop (on a CPU two thirds of the time
-of the grouped form). Weights come under their on-disk names, as `pipeline.checkpoint.export.hf_layer_state` gives them.
+of the grouped form). Weights come under their on-disk names, as `pipeline.checkpoint.hub_weights.hf_layer_state` gives
+them.
 
 Shapes: B batch, T tokens, H hidden, E routed experts, I their width.
 """

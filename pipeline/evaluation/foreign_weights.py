@@ -11,8 +11,8 @@ from collections.abc import Callable
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
-from pipeline.checkpoint.export import read_dense
 from pipeline.checkpoint.foreign.methods import find_method, find_settings
+from pipeline.checkpoint.hub_weights import read_dense
 from pipeline.checkpoint.layouts.scales import ACTIVATION_SCALES, find_format
 
 if TYPE_CHECKING:

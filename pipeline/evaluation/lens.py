@@ -9,7 +9,7 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING
 
-from pipeline.checkpoint.export import hf_outer_state
+from pipeline.checkpoint.hub_weights import hf_outer_state
 
 if TYPE_CHECKING:
     import torch

@@ -10,7 +10,7 @@ from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
-from pipeline.checkpoint.export import hf_layer_state, hf_outer_state
+from pipeline.checkpoint.hub_weights import hf_layer_state, hf_outer_state
 from pipeline.checkpoint.reference import build_hf_layer, build_hf_norm, build_hf_rotary, causal_mask
 
 if TYPE_CHECKING:

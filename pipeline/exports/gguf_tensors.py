@@ -16,7 +16,7 @@ from typing import TYPE_CHECKING
 
 import numpy as np
 
-from pipeline.checkpoint.export import read_dense
+from pipeline.checkpoint.hub_weights import read_dense
 from pipeline.checkpoint.layouts import layout_for
 from pipeline.checkpoint.tensors import RawTensor
 from pipeline.errors import CompatibilityError

@@ -13,7 +13,7 @@ from typing import TYPE_CHECKING
 
 from pipeline.checkpoint.casting import FLOATS
 from pipeline.checkpoint.engine_config import OWN_KEY
-from pipeline.checkpoint.export import read_dense
+from pipeline.checkpoint.hub_weights import read_dense
 from pipeline.checkpoint.layouts import layout_for
 from pipeline.checkpoint.layouts.scales import CACHE_SCALES, cache_scale
 from pipeline.checkpoint.tensors import MODEL_DTYPES, RawTensor, TensorInfo

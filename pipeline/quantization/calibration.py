@@ -103,7 +103,7 @@ class Calibration:
     def _outputs(self, layer: int, capture: Capture | None) -> Iterator[Tensor]:
         from contextlib import nullcontext
 
-        from pipeline.checkpoint.export import hf_layer_state
+        from pipeline.checkpoint.hub_weights import hf_layer_state
         from pipeline.checkpoint.reference import build_hf_layer, build_hf_rotary, causal_mask
 
         states = self.states(layer)

@@ -33,7 +33,7 @@ class Head:
     """The final norm and the projection to logits."""
 
     def __init__(self, source: CheckpointFolder) -> None:
-        from pipeline.checkpoint.export import hf_outer_state
+        from pipeline.checkpoint.hub_weights import hf_outer_state
         from pipeline.checkpoint.reference import build_hf_norm
 
         state = hf_outer_state(source, source.architecture)

@@ -85,7 +85,7 @@ class Propagation:
             self.workspace.finish(f"states-{last}", [states.path])
 
     def load(self, layer: int, source: TensorSource) -> LayerRunner:
-        from pipeline.checkpoint.export import hf_layer_state
+        from pipeline.checkpoint.hub_weights import hf_layer_state
         from pipeline.checkpoint.reference import build_hf_layer, causal_mask
 
         state = hf_layer_state(source, self.source.architecture, layer)

@@ -10,8 +10,8 @@ import torch
 from safetensors.torch import load_file
 
 from pipeline.checkpoint.convert import convert_checkpoint
-from pipeline.checkpoint.export import hf_layer_state
 from pipeline.checkpoint.folder import CheckpointFolder
+from pipeline.checkpoint.hub_weights import hf_layer_state
 from pipeline.errors import CheckpointError
 from pipeline.evaluation.conversion_proof import prove_conversion
 from pipeline.exports.formats import export_checkpoint

@@ -14,8 +14,8 @@ import torch
 
 from pipeline.checkpoint import reference
 from pipeline.checkpoint.convert import convert_checkpoint
-from pipeline.checkpoint.export import hf_layer_state
 from pipeline.checkpoint.folder import CheckpointFolder
+from pipeline.checkpoint.hub_weights import hf_layer_state
 from pipeline.checkpoint.layer_state import EXPERTS
 from pipeline.checkpoint.reference import build_hf_layer, build_hf_rotary, causal_mask
 from pipeline.errors import CheckpointError

@@ -13,8 +13,8 @@ import torch
 from gguf import MODEL_ARCH, MODEL_TENSORS, TENSOR_NAMES, GGUFReader
 from gguf.quants import dequantize
 
-from pipeline.checkpoint.export import hf_layer_state, hf_outer_state
 from pipeline.checkpoint.folder import CheckpointFolder
+from pipeline.checkpoint.hub_weights import hf_layer_state, hf_outer_state
 from pipeline.errors import CompatibilityError
 from pipeline.exports.formats import export_checkpoint
 from pipeline.exports.gguf_metadata import GROUPS_NOTE, NO_RANK_NOTE

@@ -13,8 +13,8 @@ import pytest
 import torch
 from safetensors.torch import load_file
 
-from pipeline.checkpoint.export import hf_layer_state, hf_outer_state
 from pipeline.checkpoint.folder import CheckpointFolder
+from pipeline.checkpoint.hub_weights import hf_layer_state, hf_outer_state
 from pipeline.errors import CheckpointError, CompatibilityError, QuantizationError
 from pipeline.quantization import int4, int8
 from pipeline.quantization.quantize import quantize_checkpoint

@@ -10,8 +10,8 @@ import pytest
 import torch
 from transformers.models.llama import modeling_llama
 
-from pipeline.checkpoint.export import hf_outer_state
 from pipeline.checkpoint.folder import CheckpointFolder
+from pipeline.checkpoint.hub_weights import hf_outer_state
 from pipeline.checkpoint.reference import build_hf_norm
 from pipeline.quantization import sensitivity
 from pipeline.quantization.int4 import round_trip

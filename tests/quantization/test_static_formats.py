@@ -12,8 +12,8 @@ import pytest
 import torch
 from transformers import AutoModelForCausalLM
 
-from pipeline.checkpoint.export import hf_layer_state
 from pipeline.checkpoint.folder import CheckpointFolder
+from pipeline.checkpoint.hub_weights import hf_layer_state
 from pipeline.checkpoint.layouts import layout_for
 from pipeline.checkpoint.reference import build_hf_layer
 from pipeline.errors import QuantizationError

@@ -11,8 +11,8 @@ from safetensors.torch import load_file, save_file
 
 from pipeline.checkpoint.conversion_report import ConversionReport
 from pipeline.checkpoint.convert import convert_checkpoint
-from pipeline.checkpoint.export import hf_layer_state, hf_outer_state
 from pipeline.checkpoint.folder import CheckpointFolder
+from pipeline.checkpoint.hub_weights import hf_layer_state, hf_outer_state
 from pipeline.errors import CheckpointError
 from pipeline.evaluation.conversion_proof import prove_conversion
 from pipeline.network.widening import widen_inputs

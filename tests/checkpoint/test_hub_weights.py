@@ -9,8 +9,8 @@ import pytest
 import torch
 from safetensors.torch import load_file, save_file
 
-from pipeline.checkpoint.export import hf_layer_state, hf_outer_state
 from pipeline.checkpoint.folder import CheckpointFolder
+from pipeline.checkpoint.hub_weights import hf_layer_state, hf_outer_state
 from pipeline.checkpoint.reference import build_hf_layer
 from pipeline.errors import CheckpointError
 from tests.exports.test_hf import CASES, convert
