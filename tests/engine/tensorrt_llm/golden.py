@@ -1,9 +1,10 @@
 """Tables of the tensors in rank checkpoints; `python -m tests.engine.tensorrt_llm.golden` writes golden/ anew.
 
-One file per architecture and method, one section per parallel sizes; ranks of equal tables share one. They were held
-line by line against a description of TensorRT-LLM 1.2's checkpoints made from its sources, section "tensor 2" of every
-file and all of deepseek_moe-*; llama-plain, -fp8, -awq, -w4a8 and -smoothquant also against what modelopt writes
-(benchmarks/rank_peer.py).
+One file per architecture and method, one section per parallel sizes; ranks of equal tables share one. These were held
+line by line against a description of TensorRT-LLM 1.2's checkpoints made from its sources: llama-gptq, llama-int8 and
+qwen2-awq at tensor 2; deepseek_moe-fp8 at tensor 1, tensor 2 and pipeline 2; deepseek_moe-plain at tensor 4 expert 2;
+llama-plain at tensor 2 pipeline 2. llama-plain, -fp8, -awq, -w4a8 and -smoothquant were also held against what modelopt
+writes (benchmarks/rank_peer.py). The others are as the writer made them.
 """
 
 from __future__ import annotations
