@@ -10,13 +10,15 @@ largest); h, kv, d heads, KV heads, head size; R, P, D = R + P widths of the lat
 
 from __future__ import annotations
 
+from dataclasses import replace
+
 from pipeline.checkpoint.architecture import Architecture, LatentAttention
 from pipeline.checkpoint.tensors import MODEL_DTYPE_BYTES
 from pipeline.engine.limits import Profile
 from pipeline.engine.mlp_kernels import MLPS, dense_mlp
 from pipeline.engine.myelin import GRANULE
 from pipeline.engine.step import FLOAT32, FORKED_GATHER, INT32, Buffers, Step, add_norm
-from pipeline.engine.workspace import Buffer, Workspace, align, place
+from pipeline.engine.workspace import SIDE_SCRATCH, Buffer, Schedule, Workspace, align, place
 from pipeline.network.lowering import ATTENTION, attention_plugins
 from pipeline.network.spec import Lowering, NetworkSpec
 
@@ -57,12 +59,19 @@ def plan_workspace(
         lowering=lowering,
         attention_scratch=attention.scratch_bytes(()) if attention else 0,
     )
-    step.plan.single = fp8
     layers = range(architecture.num_layers)
     kinds = [[layer for layer in layers if architecture.is_routed(layer) is routed] for routed in (False, True)]
-    _write_decoder(step, sorted(layer for kind in kinds for layer in kind[:_LAYERS_THAT_COUNT]))
-    placed = place(step.plan.buffers)
-    terms = placed.terms + tuple(_list_between(step).items())
+    chosen = sorted(layer for kind in kinds for layer in kind[:_LAYERS_THAT_COUNT])
+    graphs = []
+    for written in [chosen] if step.rotates else [[layer] for layer in chosen]:
+        graph = replace(step, plan=Schedule(single=fp8))
+        _write_decoder(graph, written)
+        graphs.append(graph)
+    placed = max((place(graph.plan.buffers) for graph in graphs), key=lambda workspace: workspace.nbytes)
+    beside = _list_between(step)
+    if not step.attends and any(graph.has_side_scratch for graph in graphs):
+        beside |= {f"side_scratch_{i}": SIDE_SCRATCH for i in range(2)}
+    terms = placed.terms + tuple(beside.items())
     nbytes = int(sum(nbytes for _, nbytes in terms) * (1 + MARGIN))
     return Workspace(nbytes=align(nbytes, GRANULE), terms=tuple(sorted(terms, key=lambda term: -term[1])))
 

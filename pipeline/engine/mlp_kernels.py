@@ -90,7 +90,7 @@ def _routed_plugin(s: Step, residual: Buffer, normal: Buffer) -> Buffers:
     router_input, experts_input = s.plan.kernel(normal, router_input_float32=wide, experts_input=s.hidden)
     if s.n["T"] * hidden * 2 * width * experts.num_shared >= FORKED_SHARED:
         s.plan.fork()
-        s.has_streams = True
+        s.has_streams = s.has_side_scratch = True
     shared = (_gated_mlp(s, normal, width * experts.num_shared),) if experts.num_shared else ()
     s.plan.next_stream()
     (chosen,) = s.plan.gemm(router_input, chosen=pairs * INT32)

@@ -36,6 +36,7 @@ class Step:
     # Made by the first layer, read by all: the mask, RoPE's rows of the tables.
     shared: Buffers = ()
     has_streams: bool = False  # an earlier layer has used a second stream
+    has_side_scratch: bool = False  # … for GEMMs beside the plugin moe_experts
 
     @property
     def hidden(self) -> int:

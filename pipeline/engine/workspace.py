@@ -14,6 +14,8 @@ from pipeline.engine.myelin import GRANULE
 
 # Every GEMM may use this much for partial sums, whatever its size and target.
 GEMM_SCRATCH = 8_192_000
+# And GEMMs beside a plugin's experts this much each, which shows where nothing else is large.
+SIDE_SCRATCH = 2_048_000
 _ALIGNMENT = 128
 
 

@@ -4,8 +4,11 @@ from __future__ import annotations
 
 import pytest
 
+from benchmarks import stripped, synthetic
+from pipeline.checkpoint.architecture import parse_architecture
 from pipeline.engine.kernels import plan_workspace
 from pipeline.engine.memory import estimate_weights
+from pipeline.network.spec import Lowering
 from pipeline.quantization.selection import Rules
 from tests.engine.conftest import LLAMA_INT4, MOE_INT4, V2_INT4, Built
 
@@ -51,3 +54,13 @@ def test_weights_in_fp8_blocks_are_dequantized_one_at_a_time(fp8_engine: Built) 
         in_16_bits = plan_workspace(architecture, profile, dtype="bfloat16", block_size=64, moe="dense")
         assert planned.nbytes > in_16_bits.nbytes or profile.phase == "context"
     assert experts < (built.description.profiles[1].workspace_bytes or 0) < 3 * experts  # of the six there are
+
+
+def test_plugins_at_the_shapes_of_v2_lite() -> None:
+    """As engines of it stated, of all 27 layers and of 3 alike: `python -m benchmarks.scale plugins v2-lite`."""
+    lowering = Lowering(rope_paged_kv="plugin", paged_attention="plugin", moe_experts="plugin")
+    architecture, stated = parse_architecture(synthetic.V2_LITE), (269_222_400, 22_152_704)
+    for profile, nbytes in zip(stripped.LIMITS.profiles(), stated, strict=True):
+        planned = plan_workspace(architecture, profile, dtype="float16", block_size=64, moe="dense", lowering=lowering)
+        assert 1 <= planned.nbytes / nbytes <= 1.1, planned.terms[:8]
+        assert not any(name.startswith("gathered") for name, _ in planned.terms)
