@@ -159,13 +159,17 @@ def test_llmapi_has_a_checkpoint_for_an_engine(workplace, stages, invoke):
     assert json.loads((folder / "hf_quant_config.json").read_text())["quantization"]["quant_algo"] == "W4A16_AWQ"
 
 
-def test_a_package_for_nvidias_image_is_rehearsed_here(workplace, stages, invoke):
-    """From the engine that came back to a package that a real tritonserver has answered from."""
+@pytest.fixture
+def engine_back(workplace, stages, invoke):
+    """The engine that the job asks for, back from the host that built it."""
     invoke("engine", "small", "--until", "job")
     done = make_host(workplace / "host").run(workplace / "out/small/job", "small-engine", workplace)
     assert done.returncode == 0, done.stderr
-    result = invoke("engine", "small", "--resume", "small-engine")
-    assert "rehearsed in Triton, the interpreter in the engine's place" in result.stderr
+    return "small-engine"
+
+
+def test_a_package_for_nvidias_image(workplace, engine_back, invoke):
+    invoke("engine", "small", "--resume", engine_back, "--set", "stages.package.check=never")
     package = workplace / "out/small/package"
     manifest = json.loads((package / "manifest.json").read_text())
     assert (manifest["target"]["backend"], manifest["target"]["backend_version"]) == ("tensorrt_llm", "1.2.1")
@@ -174,10 +178,17 @@ def test_a_package_for_nvidias_image_is_rehearsed_here(workplace, stages, invoke
     assert not (package / "backends").exists()
     with pytest.raises(ServerError, match=r"launch\.sh there, or rehearse it here"):
         invoke("serve", "small", "--check")
-    assert "a request answered in" in invoke("serve", "small", "--check", "--rehearse").stdout
     found = json.loads(invoke("inspect", "out/small/package", "--json").stdout)
     assert {model["name"]: model["backend"] for model in found["models"]}["tensorrt_llm"] == "tensorrtllm"
     assert found["problems"] == []
+
+
+@pytest.mark.slow  # starts two servers; tests/triton/tensorrtllm/test_rehearsal.py rehearses in every run
+def test_it_is_rehearsed_here(workplace, engine_back, invoke):
+    """From the engine that came back to a package that a real tritonserver has answered from."""
+    result = invoke("engine", "small", "--resume", engine_back)
+    assert "rehearsed in Triton, the interpreter in the engine's place" in result.stderr
+    assert "a request answered in" in invoke("serve", "small", "--check", "--rehearse").stdout
 
 
 def test_a_package_for_the_llm_api(workplace, stages, invoke):
