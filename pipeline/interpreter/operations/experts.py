@@ -9,34 +9,34 @@ from torch import Tensor
 
 from pipeline.interpreter.operations.fused import compile_gate
 from pipeline.interpreter.operations.packed import pick_kernel
-from pipeline.interpreter.operations.products import fill_rows
+from pipeline.interpreter.operations.products import fill_rows, round_steps
 from pipeline.interpreter.operations.site import Kernel, Site
 
 Product = Callable[[Tensor, int], Tensor]  # rows [n, in], expert → [n, out]
+Expert = Callable[[Tensor, int, Sequence[Tensor | None]], Tensor]  # the same, and the inputs behind x and the weights
 STACKS, PACKED = (2, 3, 4), (8, 10, 12)  # inputs
+PRESCALES, STEPS, FACTORS = 5, 14, 17  # … the first of three
 
 
 def compile_chosen_experts(site: Site) -> Kernel:
     """Inputs: x [1, T, H], weights [E, T, 1] in fp32, the stacks of fc, up and down, where there are any their
-    prescales [E or 1, 1, in], their INT4 values and scales. → [T, H] in fp32, each row's experts added in order."""
-    fc, up, down = (
-        _compile_product(site, stack, packed, transposed)
-        for stack, packed, transposed in zip(STACKS, PACKED, site.attribute("transposed"), strict=True)
-    )
+    prescales [E or 1, 1, in], their INT4 values and scales, the steps [1] that their inputs are rounded in (to what
+    says `rounded`), the factors [E, 1, 1 or out] of their outputs. → [T, H] in fp32, each row's experts added in
+    order."""
+    fc, up, down = (_compile_expert(site, index) for index in range(len(STACKS)))
     gate, out = compile_gate(site), site.held()
 
     steady = site.numerics.mode == "exact"
 
-    def run(x: Tensor, expert: int, scales: Sequence[Tensor | None]) -> Tensor:
+    def run(x: Tensor, expert: int, rest: Sequence[Tensor | None]) -> Tensor:
         rows = len(x)
         if steady:
             x = fill_rows(x)
-        gated = gate(fc(_scale(x, scales[0], expert), expert), up(_scale(x, scales[1], expert), expert))
-        result = down(_scale(gated, scales[2], expert), expert)
+        result = down(gate(fc(x, expert, rest), up(x, expert, rest)), expert, rest)
         return result[:rows] if steady else result
 
     def experts(x: Tensor, weights: Tensor, *rest: Tensor | None) -> Tensor:
-        x, weights, scales = x[0], weights[..., 0], rest[3:6]
+        x, weights = x[0], weights[..., 0]
         total = torch.zeros(x.shape, dtype=out)
         chosen, rows = weights.nonzero(as_tuple=True)  # sorted by expert
         if not len(rows):
@@ -46,16 +46,30 @@ def compile_chosen_experts(site: Site) -> Kernel:
         else:
             unique, counts = torch.unique_consecutive(chosen, return_counts=True)
             numbers, parts = unique.tolist(), torch.split(x.index_select(0, rows), counts.tolist())
-        results = torch.cat([run(part, number, scales) for number, part in zip(numbers, parts, strict=True)])
+        results = torch.cat([run(part, number, rest) for number, part in zip(numbers, parts, strict=True)])
         return total.index_add_(0, rows, results.to(out) * weights[chosen, rows].unsqueeze(1))
 
     return experts
 
 
-def _scale(x: Tensor, prescale: Tensor | None, expert: int) -> Tensor:
-    if prescale is None:
-        return x
-    return x * (prescale[expert] if len(prescale) > 1 else prescale[0])
+def _compile_expert(site: Site, index: int) -> Expert:
+    """One of the three linears, with what belongs to its input and its outputs."""
+    product = _compile_product(site, STACKS[index], PACKED[index], site.attribute("transposed")[index])
+    rounded = site.attribute("rounded")[index]
+    to = None if rounded is None else site.numerics.held(rounded)
+    # Of the inputs behind the weights of experts.
+    prescales, steps, factors_at = (start + index - 2 for start in (PRESCALES, STEPS, FACTORS))
+
+    def expert(x: Tensor, number: int, rest: Sequence[Tensor | None]) -> Tensor:
+        prescale, step, factors = rest[prescales], rest[steps], rest[factors_at]
+        if prescale is not None:
+            x = x * (prescale[number] if len(prescale) > 1 else prescale[0])
+        if step is not None and to is not None:
+            x = (round_steps(x.float() / step, to).float() * step).to(x.dtype)
+        y = product(x, number)
+        return y if factors is None else (y.float() * factors[number]).to(y.dtype)
+
+    return expert
 
 
 def _compile_product(site: Site, index: int, packed: int, transposed: bool) -> Product:

@@ -75,12 +75,16 @@ def compile_quantize(site: Site) -> Kernel:
 
     def quantize(data: Tensor, scale: Tensor) -> Tensor:
         shape, divisors = lay_out(data, scale)
-        ratio = (data.float().reshape(shape) / divisors).reshape(data.shape)
-        if held is torch.int8:
-            return ratio.round_().clamp_(-128, 127).to(held)
-        return ratio.clamp_(-FP8_MAX, FP8_MAX).to(held)
+        return round_steps((data.float().reshape(shape) / divisors).reshape(data.shape), held)
 
     return quantize
+
+
+def round_steps(steps: Tensor, to: torch.dtype) -> Tensor:
+    """float32 numbers of steps, which are written over, as INT8 or FP8."""
+    if to is torch.int8:
+        return steps.round_().clamp_(-128, 127).to(to)
+    return steps.clamp_(-FP8_MAX, FP8_MAX).to(to)
 
 
 Layout = Callable[[Tensor, Tensor], tuple[tuple[int, ...], Tensor]]

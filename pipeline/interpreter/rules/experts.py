@@ -20,13 +20,17 @@ WORTH_SKIPPING = 1 << 16
 
 @dataclass(frozen=True, slots=True)
 class _Stack:
-    """A product with one weight [in, out] (or its transpose) per expert, and a scale of its input before it."""
+    """A product with one weight [in, out] (or its transpose) per expert. Before it its input is scaled, and rounded in
+    steps to a type; behind it each expert's outputs are multiplied by factors."""
 
     rows: str
     prescale: str | None
+    step: str | None
+    rounded: str | None
     weight: str
     transposed: bool
     packed: tuple[str | None, str | None]
+    factors: str | None
 
 
 def skip_experts(graph: Graph, node: Node) -> list[Node] | None:
@@ -55,26 +59,40 @@ def skip_experts(graph: Graph, node: Node) -> list[Node] | None:
     stacks = (fc, up, down)
     if any(graph.specs[stack.weight].shape[0] != count for stack in stacks):
         return None
+    if any(stack.factors and graph.specs[stack.factors].shape[:2] != (count, 1) for stack in stacks):
+        return None
     inputs = (
         fc.rows,
         weights,
         *(stack.weight for stack in stacks),
         *(stack.prescale for stack in stacks),
         *(name for stack in stacks for name in stack.packed),
+        *(stack.step for stack in stacks),
+        *(stack.factors for stack in stacks),
     )
     attributes = {
         "transposed": [stack.transposed for stack in stacks],
+        "rounded": [stack.rounded for stack in stacks],
         "type": graph.specs[str(through_cast(graph, outputs))].dtype,
     }
     return [replace(node, kind="chosen_experts", inputs=inputs, attributes=attributes)]
 
 
 def _stack(graph: Graph, name: str | None) -> _Stack | None:
+    factors, step, rounded, prescale = None, None, None, None
+    multiplied = maker_of(graph, through_cast(graph, name), "elementwise", op="prod")
+    if multiplied is not None and multiplied.inputs[1] in graph.constants:
+        name, factors = through_cast(graph, multiplied.inputs[0]), multiplied.inputs[1]
     product = maker_of(graph, name, "linear", op0="none")
     if product is None or len(product.outputs[0].shape) != 3:
         return None
     rows, weight = (str(source) for source in product.inputs)
-    prescale = None
+    back = graph.maker(rows, "dequantize")
+    forth = graph.maker(back.inputs[0], "quantize") if back is not None else None
+    if back is not None and forth is not None:
+        if forth.inputs[1] != back.inputs[1] or graph.specs[str(back.inputs[1])].shape != (1,):
+            return None
+        rows, step, rounded = str(forth.inputs[0]), back.inputs[1], forth.outputs[0].dtype
     scaled = maker_of(graph, rows, "elementwise", op="prod")
     if scaled is not None and scaled.inputs[1] in graph.constants:
         rows, prescale = str(scaled.inputs[0]), scaled.inputs[1]
@@ -82,4 +100,5 @@ def _stack(graph: Graph, name: str | None) -> _Stack | None:
     packed: tuple[str | None, str | None] = (None, None)
     if dequantize is not None and all(source in graph.constants for source in dequantize.inputs):
         packed = (dequantize.inputs[0], dequantize.inputs[1])
-    return _Stack(rows, prescale, weight, product.attributes["op1"] == "transpose", packed)
+    transposed = product.attributes["op1"] == "transpose"
+    return _Stack(rows, prescale, step, rounded, weight, transposed, packed, factors)
