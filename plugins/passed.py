@@ -38,6 +38,18 @@ def find_run(kernel: Kernel, sm: int, table: Path = TABLE) -> str | None:
     return None
 
 
+def list_passed(sm: int, table: Path | None = None) -> list[str]:
+    """The lowerings whose kernels, as they are today, have passed on GPUs of this SM."""
+    from plugins.compiler import SMS
+    from plugins.registry import OPERATIONS, find_class
+
+    runs = json.loads((table or TABLE).read_text(encoding="utf-8"))["runs"]
+    carried = max((known for known in SMS if known <= sm), default=sm)  # what PTX an engine for it has
+    sources = {run["source"] for run in runs if run["sm"] == carried}
+    names = sorted({find_class(name).LOWERING for name in OPERATIONS}) if sources else []
+    return [name for name in names if digest_source(f"plugins.{name}.kernel") in sources]
+
+
 def describe_kernels(operation: Operation, sm: int) -> list[dict[str, Any]]:
     """What an engine carries for an operation, for engine.json."""
     from plugins.compiler import compile_kernel

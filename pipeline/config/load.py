@@ -12,6 +12,7 @@ from pydantic import ValidationError
 
 from pipeline.config.document import Located, Origin, parse, read_document
 from pipeline.config.explain import explain
+from pipeline.config.lowerings import choose_lowerings
 from pipeline.config.recipe_file import expand_recipe
 from pipeline.config.schema import Config
 from pipeline.errors import ConfigError
@@ -38,7 +39,7 @@ def load_config(path: str | Path, overrides: Sequence[str] = ()) -> Config:
         tree.value["name"] = Located(file.stem, Origin(_show(file), 1))
     try:
         # Through JSON, because pydantic's strict mode takes lists for tuples and strings for paths only there.
-        config = Config.model_validate_json(json.dumps(tree.plain()))
+        config = Config.model_validate_json(json.dumps(choose_lowerings(tree.plain())))
     except ValidationError as error:
         problems = {(item["type"], item["loc"]) for item in error.errors()}
         if problems == UNNAMED and (others := _list_extending(file)):

@@ -201,7 +201,8 @@ class Build(Section):
     )
     lowering: Lowerings = Field(
         default=Lowerings(),
-        description="Which operations are plugins. Their kernels have not yet passed on a GPU (plugins/passed.json).",
+        description="Which operations are plugins. Those that a config leaves out are, where their kernels have passed "
+        "on the GPU's SM (plugins/passed.json), and native elsewhere: today everywhere.",
     )
     weights: Literal["full", "stripped"] = Field(
         default="full",
