@@ -9,7 +9,7 @@ from pipeline.config.case import FP8_TYPES, Case
 from pipeline.config.rules import Rule
 from pipeline.engine.tensorrt_llm.rank_sizes import pad_vocabulary, repeat_heads
 from pipeline.quantization.selection import GROUP_SIZES, Decision
-from pipeline.sharding.divisions import Division, divisions, find_undivided, hint_at_sizes
+from pipeline.sharding.divisions import Division, divisions, tell_undivided
 from pipeline.sharding.ranks import Parallel, list_divisors
 from pipeline.sharding.spreading import Spreading
 
@@ -66,11 +66,7 @@ def _stored(case: Case, largest: int = max(GROUP_SIZES)) -> list[Division]:
 def _find(case: Case, asked: list[Division]) -> str | None:
     if case.parallel.tensor % case.parallel.expert:
         return None  # said already
-    parallel = Parallel(**case.parallel.model_dump())
-    broken = find_undivided(parallel, asked)
-    if broken is None:
-        return None
-    return f"{broken.describe(parallel)}; {hint_at_sizes(parallel, broken.setting, asked)}"
+    return tell_undivided(Parallel(**case.parallel.model_dump()), asked)
 
 
 def _shape(case: Case) -> Architecture:

@@ -30,7 +30,12 @@ def of_both(find: Callable[[Case], str | None]) -> Callable[[Case], str | None]:
 
 
 def _make_rule(limit: Limit) -> Rule:
-    return Rule(limit.name, limit.key, of_backend(ENGINE, lambda case: limit.find(case.ask)), limit.way_out)
+    def find(case: Case) -> str | None:
+        if case.parallel.tensor % case.parallel.expert:
+            return None  # no sizes to ask with: the rules of parallel sizes say so
+        return limit.find(case.ask)
+
+    return Rule(limit.name, limit.key, of_backend(ENGINE, find), limit.way_out)
 
 
 def _find_flavour(case: Case) -> str | None:

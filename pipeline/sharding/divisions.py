@@ -93,6 +93,14 @@ def hint_at_sizes(parallel: Parallel, setting: str, asked: Sequence[Division]) -
     return f"{hint}; together: {', '.join(f'{{tensor: {each.tensor}, expert: {each.expert}}}' for each in pairs)}"
 
 
+def tell_undivided(parallel: Parallel, asked: Sequence[Division]) -> str | None:
+    """The first division that does not hold, and the sizes that would work; None where all hold."""
+    broken = find_undivided(parallel, asked)
+    if broken is None:
+        return None
+    return f"{broken.describe(parallel)}; {hint_at_sizes(parallel, broken.setting, asked)}"
+
+
 def _tensor_sizes(asked: Sequence[Division]) -> range:
     """No more ranks than there are heads."""
     return range(1, 1 + min(division.count for division in asked if division.axis == "tensor"))

@@ -276,3 +276,9 @@ def test_gpus():
     case = make_case({**FP8, "target.gpu": "RTX-5090"})
     (note,) = check_compatibility(case.config, case.architecture, {})
     assert "names no GPU of SM120" in note
+
+
+def test_experts_beyond_the_tensor_group_are_told_with_their_place():
+    case = make_case({**ENGINE, "target.parallel": {"tensor": 2, "expert": 4}})
+    with pytest.raises(CompatibilityError, match=r"^target\.parallel\.expert: expert parallel size 4 does not divide"):
+        check_compatibility(case.config, case.architecture, {})

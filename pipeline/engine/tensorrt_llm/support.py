@@ -9,7 +9,7 @@ from dataclasses import dataclass
 from pipeline.engine.tensorrt_llm.ask import Ask, StoredLinear
 from pipeline.engine.tensorrt_llm.rank_sizes import pad_vocabulary, repeat_heads
 from pipeline.errors import CompatibilityError
-from pipeline.sharding.divisions import divisions, find_undivided, hint_at_sizes
+from pipeline.sharding.divisions import divisions, tell_undivided
 
 OTHER_BACKENDS = "backend tensorrt_rtx or tensorrt builds trtseek's own network of it; llmapi loads it in PyTorch"
 ROUTED = "DeepseekForCausalLM"  # DeepSeek-MoE-16B
@@ -147,10 +147,7 @@ def _find_multiple(ask: Ask) -> str | None:
 
 def _find_undivided(ask: Ask) -> str | None:
     shaped = pad_vocabulary(repeat_heads(ask.architecture, ask.parallel), ask.parallel)
-    broken = find_undivided(ask.parallel, divisions(shaped))
-    if broken is None:
-        return None
-    return f"{broken.describe(ask.parallel)}; {hint_at_sizes(ask.parallel, broken.setting, divisions(shaped))}"
+    return tell_undivided(ask.parallel, divisions(shaped))
 
 
 def _find_mixed_integers(ask: Ask) -> str | None:
