@@ -5,7 +5,7 @@ from __future__ import annotations
 import json
 from typing import TYPE_CHECKING, Any
 
-from pipeline.stages.foreign_build import build_tensorrt_llm, export_llmapi
+from pipeline.stages.foreign_build import EXPORT_VERSION, build_tensorrt_llm, export_llmapi
 from pipeline.stages.graph import Stage, StageContext
 from pipeline.stages.network import NETWORK_FILE, built_checkpoint, network_spec, proved_digests
 
@@ -27,7 +27,7 @@ def _parameters(config: Config) -> Mapping[str, Any]:
     from plugins.passed import digest_source
 
     if config.target.world.foreign:
-        return {}
+        return {"export": EXPORT_VERSION} if config.target.backend == "llmapi" else {}
     parameters = config.stages.build.model_dump(mode="json", exclude={"tensorrt_llm"})
     plugins = [name for name, lowering in parameters["lowering"].items() if lowering == "plugin"]
     return {**parameters, "kernels": {name: digest_source(f"plugins.{name}.kernel") for name in plugins}}

@@ -18,6 +18,7 @@ if TYPE_CHECKING:
     from pipeline.stages.graph import StageContext
 
 CHECKPOINT = "checkpoint"  # of llmapi: the Hugging Face folder within the stage's output
+EXPORT_VERSION = 2  # of llmapi: goes up whenever the same checkpoint would be exported as other bytes
 
 
 def build_tensorrt_llm(context: StageContext) -> None:
