@@ -14,7 +14,8 @@ DIGEST = "@sha256:" + "0123456789abcdef" * 4
 TENSORRT = {"1.0.0": "~=10.11.0", "1.1.0": "~=10.13.3", "1.2.0": "~=10.14.1", "1.2.1": "~=10.14.1"}
 IMAGES = {
     "26.01": ("1.1.0", "10.13.3.9"),
-    "26.03": ("1.2.0rc8", None),
+    "26.02": ("1.1.0", "10.13.3.9"),
+    "26.03": ("1.2.0rc8", "10.14.1.48"),
     "26.04": ("1.2.1", "10.14.1.48"),
     "26.06": ("1.2.1", "10.14.1.48"),
     "26.07": ("1.2.1", "10.14.1.48"),
@@ -62,6 +63,10 @@ def test_verdicts(engine, image, said):
     verdict = judge(engine, f"{REGISTRY}:{image}")
     assert not verdict.fits and said in verdict.reason
     fitting = (
-        "26.04, 26.05, 26.06, 26.07" if engine == "1.2.1" else "26.01" if engine == "1.1.0" else "build the engine"
+        "26.04, 26.05, 26.06, 26.07"
+        if engine == "1.2.1"
+        else "26.01, 26.02"
+        if engine == "1.1.0"
+        else "build the engine"
     )
     assert fitting in verdict.way_out
