@@ -8,14 +8,13 @@ from typing import TYPE_CHECKING
 from pipeline.errors import CompatibilityError
 from pipeline.quantization.selection import (
     HEAD,
-    HEAD_HINT,
+    HEAD_NAME,
     METHODS,
     NEVER,
     NONE,
     QUANTIZABLE,
     Rules,
     find_pattern,
-    find_unfit_head,
 )
 
 if TYPE_CHECKING:
@@ -23,6 +22,13 @@ if TYPE_CHECKING:
 
     from pipeline.checkpoint.layouts import Mapping as TensorMapping
     from pipeline.checkpoint.tensors import TensorInfo
+
+# Weight-only and without text; blocks of FP8 would be dequantized into a workspace larger than what they save.
+HEAD_METHODS = ("int8", "rtn")
+HEAD_HINT = (
+    "leave the head 16-bit, or, where it has weights of its own, give it a row of its own: "
+    "recipe: {rows: [{pattern: lm_head, method: int8}]}, or rtn"
+)
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -113,3 +119,16 @@ def choose_linears(mappings: Iterable[TensorMapping], tensors: Mapping[str, Tens
             hint="see stages.quantize include, exclude and group_size; method: none leaves everything 16-bit",
         )
     return Selection(linears=linears, kept=kept, idle_patterns=tuple(sorted(idle)))
+
+
+def find_unfit_head(rules: Rules, *, tied: bool) -> str | None:
+    """Why the head cannot become what the rules ask for."""
+    method = rules.head_method
+    if method == NONE:
+        return None
+    if tied:
+        return f"{HEAD_NAME} is the embedding of this model (tie_word_embeddings), which is never quantized"
+    if method in HEAD_METHODS:
+        return None
+    why = "what it reads is not measured" if METHODS[method].measures else "each step would dequantize it whole"
+    return f"{HEAD_NAME} does not become {METHODS[method].format} by method {method}: {why}"

@@ -97,8 +97,6 @@ METHODS = {
     "int8": MethodRow(format="int8", measures=False),
     "smoothquant": MethodRow(format="int8_sq", measures=True),
 }
-# Weight-only and without text; blocks of FP8 would be dequantized into a workspace larger than what they save.
-HEAD_METHODS = ("int8", "rtn")
 NONE = "none"  # the method that leaves a linear as it is
 MIXED = "MIXED_PRECISION"  # TensorRT-LLM's name for more than one of them
 
@@ -219,25 +217,6 @@ class Rules:
 
 
 NOTHING = Rules(method=NONE, include=())
-
-
-def find_unfit_head(rules: Rules, *, tied: bool) -> str | None:
-    """Why the head cannot become what the rules ask for."""
-    method = rules.head_method
-    if method == NONE:
-        return None
-    if tied:
-        return f"{HEAD_NAME} is the embedding of this model (tie_word_embeddings), which is never quantized"
-    if method in HEAD_METHODS:
-        return None
-    why = "what it reads is not measured" if METHODS[method].measures else "each step would dequantize it whole"
-    return f"{HEAD_NAME} does not become {METHODS[method].format} by method {method}: {why}"
-
-
-HEAD_HINT = (
-    "leave the head 16-bit, or, where it has weights of its own, give it a row of its own: "
-    "recipe: {rows: [{pattern: lm_head, method: int8}]}, or rtn"
-)
 
 
 def name_algo(formats: Iterable[str]) -> str:
