@@ -16,6 +16,7 @@ from functools import partial
 from typing import TYPE_CHECKING, Any
 
 from pipeline.evaluation.forward import run_network
+from pipeline.evaluation.proof_bounds import derive_cache_bound, derive_declared_bound
 from pipeline.evaluation.reference import Reference, compute_reference
 from pipeline.evaluation.schedule import Schedule, TokenSequence, schedule_prompts
 from pipeline.network.spec import Lowering
@@ -29,15 +30,6 @@ if TYPE_CHECKING:
     from pipeline.evaluation.parallel_proof import RankNetworks
     from pipeline.network.spec import NetworkSpec
     from pipeline.progress import Progress
-
-# Unit roundoff of the declared type.
-UNIT_ROUNDOFF = {"float16": 2.0**-11, "bfloat16": 2.0**-8, "float32": 2.0**-24}
-# Roundings of one value on its way through a decoder layer, counted in the network: norm, its weight, q/k/v, RoPE,
-# cache, scale, attention, output projection, residual; norm, its weight, two projections, SiLU, product, down
-# projection, residual; in a routed layer also the experts' weighted sum.
-ROUNDINGS_PER_LAYER = 18
-# Of FP8 E4M3; and of INT8, whose half step is as much of a value of a sixteenth of the largest, as most keys are.
-CACHE_ROUNDOFF, CACHE_ROUNDINGS_PER_LAYER = 2.0**-4, 2
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -107,20 +99,6 @@ def find_worst(errors: Sequence[float]) -> int:
     """The first layer whose error is not finite, else the one that adds most to what it was given."""
     growth = [after - before for before, after in itertools.pairwise([0.0, *errors])]
     return next((i for i, error in enumerate(errors) if not math.isfinite(error)), growth.index(max(growth)))
-
-
-def derive_declared_bound(architecture: Architecture, spec: NetworkSpec) -> float:
-    """Bound on `declared_error`: with R independent roundings of unit roundoff u on the way, errors add as u·sqrt(R)
-    (Higham & Mary, SIAM J. Sci. Comput. 41(5), 2019). Products sum in fp32: that counts only where it is the type."""
-    roundings = ROUNDINGS_PER_LAYER * architecture.num_layers + 2
-    if spec.dtype == "float32":
-        roundings *= architecture.hidden_size
-    return UNIT_ROUNDOFF[spec.dtype] * math.sqrt(roundings)
-
-
-def derive_cache_bound(architecture: Architecture) -> float:
-    """Bound on `CacheProof.error`, as above: every key and value, or all of a latent row, is rounded once."""
-    return CACHE_ROUNDOFF * math.sqrt(CACHE_ROUNDINGS_PER_LAYER * architecture.num_layers)
 
 
 def make_sequences(
