@@ -134,7 +134,10 @@ class RankGroup:
         try:
             yield
         except Exception as error:
-            gone = next((text for follower in self._followers if (text := follower.explain())), None)
+            asked = [
+                (look, follower) for look in (_Follower.find_end, _Follower.explain) for follower in self._followers
+            ]
+            gone = next((text for look, follower in asked if (text := look(follower))), None)
             self._failure = gone or f"rank 0 failed ({what}): {type(error).__name__}: {error}"
             for follower in self._followers:
                 follower.process.kill()
@@ -173,6 +176,11 @@ class _Follower:
         if self._said is not None:
             raise RunnerError(self._said)
         return result
+
+    def find_end(self) -> str | None:
+        """That it died. A rank that fails, for another that died above all, says what with, and ends with 0."""
+        code = self.process.poll()
+        return f"rank {self.rank.index} ended with status {code}" if code else None
 
     def explain(self) -> str | None:
         """What it failed with, or that it is gone; None of one that lives and works."""
