@@ -1,5 +1,5 @@
 """What only a GPU can show, in one table: an engine against the interpreter, its steps timed; every plugin's kernels
-against their references, the card's own speed and the unfused sequence (kernels.py).
+against their references, the card's own speed and the unfused sequence (kernels.py); an engine of plugins, likewise.
 
     python -m benchmarks.gpu                          # converts and builds the shipped tiny DeepSeek-V2 for this GPU
     python -m benchmarks.gpu --run out/a100-int4      # takes the engine and the checkpoint of a run
@@ -27,6 +27,7 @@ from benchmarks.passed import save_run
 from pipeline.engine.description import EngineDescription
 from pipeline.engine.limits import BuildLimits, Rectangle
 from pipeline.errors import CompatibilityError, TrtseekError
+from pipeline.network.spec import Lowering, NetworkSpec
 from pipeline.runtime.device import CudaDevice
 from pipeline.runtime.runner import InterpreterRunner, Runner
 from pipeline.runtime.steps import Chunk
@@ -42,6 +43,8 @@ LIMITS = BuildLimits(
     max_chunk=CHUNK,
 )
 WARM, TIMED = 20, 100
+NATIVE = Lowering()
+PLUGINS = Lowering(rope_paged_kv="plugin", paged_attention="plugin", moe_experts="plugin")
 
 
 def time_steps(runner: Runner, subject: Subject, batch: int, synchronize: Callable[[], None]) -> float:
@@ -60,12 +63,11 @@ def time_steps(runner: Runner, subject: Subject, batch: int, synchronize: Callab
     return 1e3 * min(times[WARM:])
 
 
-def prepare(folder: Path, backend: str, sm: int) -> tuple[Path, Path]:
+def prepare(folder: Path, backend: str, sm: int, lowering: Lowering = NATIVE) -> tuple[Path, Path]:
     """Converts the shipped checkpoint to fp16 and builds it → the folders of the engine and of the checkpoint."""
     from pipeline.checkpoint.convert import convert_checkpoint
     from pipeline.checkpoint.folder import CheckpointFolder
     from pipeline.engine.builder import build_engine
-    from pipeline.network.spec import NetworkSpec
     from pipeline.workspace import FolderWorkspace
 
     checkpoint, engine = folder / "checkpoint", folder / "engine" / "model.engine"
@@ -73,7 +75,9 @@ def prepare(folder: Path, backend: str, sm: int) -> tuple[Path, Path]:
     build_engine(
         backend=backend,
         checkpoint=checkpoint,
-        spec=NetworkSpec(dtype="float16", max_seq_len=LIMITS.max_seq_len, block_size=LIMITS.block_size),
+        spec=NetworkSpec(
+            dtype="float16", max_seq_len=LIMITS.max_seq_len, block_size=LIMITS.block_size, lowering=lowering
+        ),
         limits=LIMITS,
         sm=sm,
         output=engine,
@@ -124,10 +128,11 @@ def main(arguments: Sequence[str] | None = None) -> int:
         device = CudaDevice()
         held = True
         if options.only != "kernels":
-            with tempfile.TemporaryDirectory() as folder:
-                held = _check_engine(options, device, Path(folder))
+            held = _check_engine(options, device, "engine", NATIVE)
         if options.only != "engine":
             held = _check_kernels(device, deadline, options.save) and held
+        if options.only != "kernels" and not options.run:  # last: a kernel that fails may take the GPU with it
+            held = _check_engine(options, device, "engine of plugins", PLUGINS) and held
     except TrtseekError as error:
         print(error, file=sys.stderr)
         if not torch.cuda.is_available():
@@ -151,36 +156,42 @@ def _check_kernels(device: CudaDevice, deadline: float, save: Path | None) -> bo
     return all(row.verdict != FAILED for row in rows)
 
 
-def _check_engine(options: argparse.Namespace, device: CudaDevice, folder: Path) -> bool:
-    from pipeline.engine.description import load_description
+def _check_engine(options: argparse.Namespace, device: CudaDevice, title: str, lowering: Lowering) -> bool:
+    """Of the run, or of an engine that is built for it, with this lowering."""
     from pipeline.engine.tensorrt_rtx import TARGETS
-    from pipeline.runtime.engine_runner import EngineRunner
 
     backend = options.backend or ("tensorrt_rtx" if device.sm in TARGETS else "tensorrt")
     start = time.perf_counter()
     if options.run:
-        engine = options.run / "build"
         checkpoint = next((p for n in ("quantize", "convert") if (p := options.run / n).exists()), options.run)
-    else:
-        engine, checkpoint = prepare(folder, backend, device.sm)
+        return _run_checks(device, title, options.run / "build", checkpoint)
+    with tempfile.TemporaryDirectory() as folder:
+        engine, checkpoint = prepare(Path(folder), backend, device.sm, lowering)
+        _row(f"{title}, built", f"{time.perf_counter() - start:.1f} s")
+        return _run_checks(device, title, engine, checkpoint)
+
+
+def _run_checks(device: CudaDevice, title: str, engine: Path, checkpoint: Path) -> bool:
+    from pipeline.engine.description import load_description
+    from pipeline.runtime.engine_runner import EngineRunner
+
     description = load_description(engine)
     check_limits(description)
     print(
         f"{device.name}, SM{device.sm}; {description.backend} {description.backend_version}; torch {torch.__version__}"
     )
-    _row("engine ready", f"{time.perf_counter() - start:.1f} s")
     start = time.perf_counter()
     runner = EngineRunner(engine / description.file, description, device=device)
     subject = load_subject(runner, description, checkpoint)
-    _row("engine loaded", f"{time.perf_counter() - start:.1f} s, {runner.count_blocks(0.9)} blocks fit")
+    _row(f"{title}, loaded", f"{time.perf_counter() - start:.1f} s, {runner.count_blocks(0.9)} blocks fit")
     held = True
     for name, holds, seen in run_checks(subject):
-        _row(f"engine, {name}", seen, OK if holds else FAILED)
+        _row(f"{title}, {name}", seen, OK if holds else FAILED)
         held = held and holds
     plain = EngineRunner(engine / description.file, description, device=device, graphs=False)
     for batch in (1, BATCH):
         times = [time_steps(r, subject, batch, torch.cuda.synchronize) for r in (runner, plain)]
-        _row(f"engine, step of batch {batch}", f"{times[0]:.3f} ms with graphs, {times[1]:.3f} ms without")
+        _row(f"{title}, step of batch {batch}", f"{times[0]:.3f} ms with graphs, {times[1]:.3f} ms without")
     return held
 
 
