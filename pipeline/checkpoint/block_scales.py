@@ -127,7 +127,8 @@ def check_config(config: Mapping[str, Any], origin: str) -> None:
     if not known:
         raise CheckpointError(
             f"{origin}: quantization_config says that the weights are quantized ({method})",
-            hint="take the model's 16-bit weights, or DeepSeek's FP8 ones; quantization is our own stage",
+            hint="take the model's 16-bit weights, or what DeepSeek (fp8), AutoAWQ (awq), GPTQ, compressed-tensors or "
+            "modelopt quantized",
         )
     size, form = quantization.get("weight_block_size"), quantization.get("fmt", "e4m3")
     if size != [BLOCK, BLOCK] or form != "e4m3":

@@ -6,6 +6,7 @@ from typing import TYPE_CHECKING
 
 from pipeline.checkpoint.folder import CONFIG, CheckpointFolder
 from pipeline.checkpoint.foreign.folder import ForeignFolder
+from pipeline.checkpoint.foreign.marks import MARKS
 from pipeline.checkpoint.foreign.methods import find_method
 from pipeline.checkpoint.layouts import layout_for, matches_plainly
 from pipeline.checkpoint.layouts.scales import FP8
@@ -36,14 +37,19 @@ def check_headers(folder: CheckpointFolder) -> None:
 
 def _check_unquantized(folder: CheckpointFolder) -> None:
     """Of plain weights, or DeepSeek's FP8."""
+    from pipeline.checkpoint.block_scales import check_config
+
     quantized = folder.config.get("quantization_config") is not None
+    check_config(folder.config, str(folder.path / CONFIG))  # first: quantized weights have other names
+    if not quantized and (mark := next((name for name in folder.tensors if name.endswith(MARKS)), None)):
+        raise CheckpointError(
+            f"{folder.path / CONFIG}: has no quantization_config, and {mark} is of a quantized model",
+            hint="copy config.json from the model's own repository again",
+        )
     mappings: Sequence[Mapping] = ()
     if not matches_plainly(folder.architecture, folder.tensors, fp8_roles=FP8_ROLES if quantized else None):
         mappings, _ = layout_for(folder.architecture).match(folder.tensors, str(folder.path))
     if quantized:
-        from pipeline.checkpoint.block_scales import check_config
-
-        check_config(folder.config, str(folder.path / CONFIG))
         _refuse_plain_weights(folder, mappings)
 
 

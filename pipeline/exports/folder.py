@@ -33,6 +33,8 @@ def new_folder(output: Path) -> Iterator[Path]:
     partial.mkdir()
     try:
         yield partial
+        if output.exists():  # since we looked: another export of the same name
+            raise CheckpointError(f"{output} was made meanwhile", hint="name a folder that does not exist yet")
         partial.rename(output)
     finally:
         shutil.rmtree(partial, ignore_errors=True)

@@ -7,6 +7,7 @@ from pipeline.checkpoint.folder import CheckpointFolder
 from pipeline.checkpoint.headers import check_headers
 from pipeline.errors import CheckpointError
 from tests import fixtures
+from tests.checkpoint.foreign.cases import write
 
 
 def refuse(path, **config):
@@ -47,3 +48,11 @@ def test_plain_weights_that_are_said_to_be_fp8(tmp_path):
 
 def test_no_tokenizer(tmp_path):
     assert "tokenizer.json is missing" in str(refuse(fixtures.llama(tmp_path)))
+
+
+def test_a_quantization_that_nobody_reads_is_named_before_its_weights_are_missed(tmp_path):
+    path = write("awq", tmp_path)
+    error = refuse(path, quantization_config={"quant_method": "bitsandbytes"})
+    assert "quantization_config says that the weights are quantized (bitsandbytes)" in error.message
+    error = refuse(path, quantization_config=None)
+    assert re.search(r"has no quantization_config, and .*\.qweight is of a quantized model", error.message)

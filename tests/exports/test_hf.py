@@ -16,6 +16,7 @@ import checkpoints
 from pipeline.checkpoint.convert import convert_checkpoint
 from pipeline.checkpoint.folder import CheckpointFolder
 from pipeline.errors import CheckpointError
+from pipeline.exports.folder import new_folder
 from pipeline.exports.formats import export_checkpoint
 from pipeline.workspace import FolderWorkspace
 from tests import fixtures
@@ -155,3 +156,13 @@ def test_a_weight_beyond_the_models_range_is_refused(tmp_path: Path) -> None:
     with pytest.raises(CheckpointError, match=r"layers\.0\.mlp\.proj\.weight does not fit float16"):
         export_checkpoint(engine, tmp_path / "back")
     assert not (tmp_path / "back").exists()
+
+
+def test_two_exports_of_one_name(tmp_path: Path) -> None:
+    """The later one is refused, and leaves what the other made."""
+    with pytest.raises(CheckpointError, match="was made meanwhile"), new_folder(tmp_path / "out") as folder:
+        (folder / "mine").touch()
+        (tmp_path / "out").mkdir()
+        (tmp_path / "out/theirs").touch()
+    assert [path.name for path in tmp_path.iterdir()] == ["out"]
+    assert [path.name for path in (tmp_path / "out").iterdir()] == ["theirs"]
