@@ -28,6 +28,7 @@ if TYPE_CHECKING:
 
 START_S = 600.0  # until every rank has its weights
 END_S = 5.0
+DYING_S = 2.0  # from a rank's last sign until its process has ended
 _BROKEN = "load the model again: its ranks have lost each other"
 
 
@@ -134,15 +135,22 @@ class RankGroup:
         try:
             yield
         except Exception as error:
-            asked = [
-                (look, follower) for look in (_Follower.find_end, _Follower.explain) for follower in self._followers
-            ]
-            gone = next((text for look, follower in asked if (text := look(follower))), None)
+            gone = self._find_dead() or next(filter(None, (follower.explain() for follower in self._followers)), None)
             self._failure = gone or f"rank 0 failed ({what}): {type(error).__name__}: {error}"
             for follower in self._followers:
                 follower.process.kill()
                 follower.process.wait()
             raise RunnerError(self._failure, hint=_BROKEN) from error
+
+    def _find_dead(self) -> str | None:
+        """The rank that died. Those that lost it fail, say so and end with 0, perhaps before it is quite gone."""
+        end = time.monotonic() + DYING_S
+        while time.monotonic() < end:
+            for follower in self._followers:
+                if code := follower.process.poll():
+                    return f"rank {follower.rank.index} ended with status {code}"
+            time.sleep(0.02)
+        return None
 
 
 class _Follower:
@@ -177,24 +185,12 @@ class _Follower:
             raise RunnerError(self._said)
         return result
 
-    def find_end(self) -> str | None:
-        """That it died. A rank that fails, for another that died above all, says what with, and ends with 0."""
-        code = self.process.poll()
-        return f"rank {self.rank.index} ended with status {code}" if code else None
-
     def explain(self) -> str | None:
-        """What it failed with, or that it is gone; None of one that lives and works."""
+        """What it failed with; None of one that lives and works."""
         with contextlib.suppress(RunnerError, EOFError, OSError):
             while self._said is None and self._connection.poll(0.2):
                 self._said, _ = take(self._connection)
-        if self._said is not None:
-            return f"rank {self.rank.index} failed: {self._said}"
-        end = time.monotonic() + 0.5
-        while time.monotonic() < end:
-            if (code := self.process.poll()) is not None:
-                return f"rank {self.rank.index} ended with status {code}"
-            time.sleep(0.02)
-        return None
+        return None if self._said is None else f"rank {self.rank.index} failed: {self._said}"
 
     def close(self) -> None:
         self._connection.close()

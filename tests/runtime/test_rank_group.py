@@ -112,10 +112,10 @@ def test_a_rank_that_dies_ends_the_group(converted_llama: Path) -> None:
     with start(converted_llama, Parallel(tensor=2, pipeline=2)) as group:
         group.allocate(BLOCKS)
         pids = group.pids
-        os.kill(pids[1], signal.SIGKILL)
-        with pytest.raises(RunnerError, match="rank 2 ended with status -9"):
+        os.kill(pids[2], signal.SIGKILL)
+        with pytest.raises(RunnerError, match="rank 3 ended with status -9"):
             group.step(plan([1, 2], [1]))
-        with pytest.raises(RunnerError, match="rank 2 ended with status -9, and the other ranks with it"):
+        with pytest.raises(RunnerError, match="rank 3 ended with status -9, and the other ranks with it"):
             group.allocate(BLOCKS)
         assert not any(map(is_alive, pids))
 
