@@ -146,20 +146,22 @@ class Rules:
     @property
     def head_method(self) -> str:
         """A key of METHODS, or "none": what becomes of a head that is not the embedding."""
-        wish = self._wish(HEAD_NAME, HEAD, self._matcher(HEAD))
+        wish = self._wish(HEAD, self._matcher(HEAD)(HEAD_NAME))
         return NONE if isinstance(wish, str) else wish[0]
 
     def decide(self, name: str, role: str, shape: Sequence[int]) -> Decision | str:
         """What becomes of the linear [out, in] `name`, or why it stays as it is."""
-        return self._decide(name, role, shape, self._matcher(role))
+        return self._decide(role, shape, None if role in NEVER else self._matcher(role)(name))
 
     def count(self, kind: Kind) -> Counter[Decision | str]:
         """The decisions on a kind's linears. Names are listed only where there are patterns to hold against them."""
         role, shape = kind.first.role, kind.first.target_shape
         if role in NEVER or not (self.exclude or self.recipe):
             return Counter({self.decide(kind.first.target, role, shape): kind.count})
-        find = self._matcher(role)
-        return Counter(self._decide(name, role, shape, find) for name in kind.names())
+        decisions: Counter[Decision | str] = Counter()
+        for index, count in Counter(map(self._matcher(role), kind.names())).items():
+            decisions[self._decide(role, shape, index)] += count
+        return decisions
 
     def wishes(self, kind: Kind) -> dict[tuple[str, int], tuple[str, int]]:
         """(method, group size) as asked for of a kind's linears, whether its shape allows it or not -> the first of
@@ -168,7 +170,7 @@ class Rules:
         found: dict[tuple[str, int], tuple[str, int]] = {}
         is_uniform = not (self.exclude or self.recipe)
         for name in (kind.first.target,) if is_uniform else kind.names():
-            wish = self._wish(name, kind.first.role, find)
+            wish = self._wish(kind.first.role, find(name))
             if isinstance(wish, tuple):
                 first, count = found.get(wish, (name, 0))
                 found[wish] = first, count + (kind.count if is_uniform else 1)
@@ -184,7 +186,7 @@ class Rules:
             if index // kind.experts != layer:
                 layer = index // kind.experts
                 decisions.clear()
-            decision = self._decide(name, kind.first.role, kind.first.target_shape, find)
+            decision = self._decide(kind.first.role, kind.first.target_shape, find(name))
             decisions.add((decision.format, decision.group) if isinstance(decision, Decision) else None)
             if len(decisions) > 1:
                 return name.removesuffix(".weight")
@@ -195,15 +197,15 @@ class Rules:
         rows = (row.pattern if role != HEAD or HEAD in row.pattern else "" for row in self.recipe)
         return find_pattern((*self.exclude, *rows))
 
-    def _decide(self, name: str, role: str, shape: Sequence[int], find: Callable[[str], int | None]) -> Decision | str:
-        wish = self._wish(name, role, find)
+    def _decide(self, role: str, shape: Sequence[int], index: int | None) -> Decision | str:
+        """`index`: of the first of _matcher's patterns that names the linear."""
+        wish = self._wish(role, index)
         return wish if isinstance(wish, str) else fit(wish[0], shape, wish[1])
 
-    def _wish(self, name: str, role: str, find: Callable[[str], int | None]) -> tuple[str, int] | str:
+    def _wish(self, role: str, index: int | None) -> tuple[str, int] | str:
         """(method, group size) as asked for, or why the linear stays as it is."""
         if role in NEVER:
             return f"role {role} is never quantized"
-        index = find(name)
         if index is not None and index < len(self.exclude):
             return f"excluded by {self.exclude[index]}"
         if index is not None:
