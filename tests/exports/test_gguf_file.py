@@ -198,6 +198,14 @@ def test_int4_is_q4_0_exactly(name: str, group: int, tmp_path: Path) -> None:
     assert read_keys(tmp_path / "out/model.gguf")["general.file_type"] == 2
 
 
+def test_an_int4_head_is_q4_0(tmp_path: Path) -> None:
+    engine = support.quantize("llama", "rtn", tmp_path, recipe={"lm_head": "rtn"}, group=32, dtype="float16")
+    export_checkpoint(engine, tmp_path / "out", "gguf")
+    values, kinds = read_tensors(tmp_path / "out/model.gguf")
+    assert kinds["output.weight"] == "Q4_0"
+    assert np.array_equal(values["output.weight"], hf_outer_state(engine, engine.architecture)["lm_head.weight"])
+
+
 def test_int8_is_q8_0_where_its_scales_are_float16(tmp_path: Path) -> None:
     """Which they are not, in general: then it is refused, or 16 bits."""
 
