@@ -104,6 +104,10 @@ def judge_proofs(bounds: Gates, conversion: ConversionProof, network: NetworkPro
             ("ranks_exact", network.ranks.max_logit_error, "of all ranks together, against transformers", blame),
             ("ranks_agree", network.ranks.max_difference, "of all ranks together and of one", blame),
         ]
+    if network.native_ranks:
+        blame = f"{network.native_ranks.world} ranks"
+        worst = max(network.native_ranks.max_logit_error, network.native_ranks.max_difference)
+        rows.append(("native_ranks", worst, "of all ranks without plugins, against transformers and one rank", blame))
     if network.cache:
         gates.append(
             Gate(

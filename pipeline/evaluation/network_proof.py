@@ -71,7 +71,8 @@ class NetworkProof:
     nothing of rounding. `declared_layer_errors` is the same of each layer's output.
 
     Of a network with plugins, `native` says how the same network without any did, `cache` what a quantized cache
-    changes; of a parallel model, `ranks` how its ranks' did."""
+    changes; of a parallel model, `ranks` how its ranks' did, and `native_ranks` without the plugin by which they
+    exchange rows."""
 
     max_logit_error: float
     layer_errors: list[float]
@@ -85,6 +86,7 @@ class NetworkProof:
     native: NativeProof | None = None
     cache: CacheProof | None = None
     ranks: RanksProof | None = None
+    native_ranks: RanksProof | None = None
 
     @property
     def worst_layer(self) -> int:
@@ -193,10 +195,13 @@ def prove_network(
             progress.advance(1)
         error = _median_share(rounded, [exact[step, None] for step in range(len(schedule.steps))])
         cache = CacheProof(kind=spec.kv_cache, error=error, bound=derive_cache_bound(architecture))
-    together = None
-    if ranks is not None:
-        progress.start(f"networks of {ranks.parallel.world} ranks", len(schedule.steps), "steps")
-        together = RanksProof(world=ranks.parallel.world, **compare(ranks.run(schedule, segments)))
+
+    def run_ranks(ranks: RankNetworks | None, how: str = "") -> RanksProof | None:
+        if ranks is None:
+            return None
+        progress.start(f"networks of {ranks.parallel.world} ranks{how}", len(schedule.steps), "steps")
+        return RanksProof(world=ranks.parallel.world, **compare(ranks.run(schedule, segments)))
+
     return NetworkProof(
         max_logit_error=worst[None] if compared else math.inf,
         layer_errors=[worst[layer] for layer in range(layers)],
@@ -208,7 +213,8 @@ def prove_network(
         steps=len(schedule.steps),
         native=native,
         cache=cache,
-        ranks=together,
+        ranks=run_ranks(ranks),
+        native_ranks=run_ranks(ranks.native if ranks else None, " without plugins"),
         mixed_steps=sum(len({p.end - p.start > 1 for p in step.pieces}) == 2 for step in schedule.steps),
     )
 

@@ -12,7 +12,7 @@ from typing import TYPE_CHECKING
 
 from pipeline.evaluation.forward import RESIDENT_BYTES, digest_network, read_program
 from pipeline.network import inputs as ports
-from pipeline.network.spec import NetworkSpec
+from pipeline.network.spec import Lowering, NetworkSpec
 from pipeline.sharding import Parallel, Rank, layers
 
 if TYPE_CHECKING:
@@ -47,6 +47,13 @@ class RankNetworks:
                     logits = group.step({name: tensor.numpy() for name, tensor in step.inputs.items()})
                     if last == self.checkpoint.architecture.num_layers:
                         yield logits
+
+    @property
+    def native(self) -> RankNetworks | None:
+        """The same without plugins, where one of them is what ranks exchange by: one rank alone does not run that."""
+        if "moe_all_to_all" not in self.spec.lowering.plugins():
+            return None
+        return replace(self, spec=replace(self.spec, lowering=Lowering(), kv_cache="model"))
 
     def digests(self) -> tuple[str, ...]:
         """Of each rank's network."""

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Iterator, Sequence
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
@@ -17,7 +18,7 @@ from pipeline.evaluation.judgement import judge_proofs
 from pipeline.evaluation.network_proof import NetworkProof, make_sequences, prove_network
 from pipeline.evaluation.parallel_proof import RankNetworks
 from pipeline.evaluation.schedule import Schedule
-from pipeline.network.spec import NetworkSpec
+from pipeline.network.spec import Lowering, NetworkSpec
 from pipeline.progress import SILENT
 from pipeline.sharding import Parallel, Rank
 from tests import fixtures
@@ -74,6 +75,15 @@ def test_ranks_that_are_right(
     assert 0 <= proof.ranks.max_difference < 1e-5 and proof.ranks.max_logit_error < 2e-5
     gates = judge(proof)
     assert gates["ranks_exact"] and gates["ranks_agree"]
+
+
+def test_both_ways_of_exchange_are_proved(latent: CheckpointFolder) -> None:
+    """One rank alone exchanges nothing, so that only the ranks together say that the lowerings agree."""
+    spec = replace(SPEC, lowering=Lowering(moe_all_to_all="plugin"))
+    proof = prove(latent, RankNetworks(checkpoint=latent, spec=spec, parallel=EP2), [(0, 2)])
+    for found in (proof.ranks, proof.native_ranks):
+        assert found is not None and found.max_difference < 1e-5 and found.max_logit_error < 2e-5
+    assert judge(proof)["native_ranks"]
 
 
 def test_ranks_that_are_wrong(latent: CheckpointFolder) -> None:
