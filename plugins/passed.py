@@ -14,7 +14,7 @@ from functools import cache
 from pathlib import Path
 from typing import Any
 
-from pipeline.digest import digest_bytes
+from pipeline.digest import digest_bytes, digest_json
 from plugins.operation import Kernel, Operation
 
 TABLE = Path(__file__).with_name("passed.json")
@@ -27,6 +27,15 @@ def digest_source(module: str) -> str:
     if found is None or found.origin is None:
         raise ModuleNotFoundError(module)
     return digest_bytes(Path(found.origin).read_bytes())
+
+
+@cache
+def digest_plugin(name: str) -> str:
+    """Of all that a plugin puts into an engine: its modules, but for the reference, which only the interpreter runs."""
+    modules = sorted(Path(__file__).with_name(name).glob("*.py"))
+    return digest_json(
+        {module.name: digest_bytes(module.read_bytes()) for module in modules if module.stem != "reference"}
+    )
 
 
 def find_run(kernel: Kernel, sm: int, table: Path = TABLE) -> str | None:

@@ -22,15 +22,15 @@ LOG = "build.log"
 
 
 def _parameters(config: Config) -> Mapping[str, Any]:
-    """With the kernels of its plugins, which go into the engine: an edited one is another engine. What is asked of
+    """With its plugins' own code, which goes into the engine: an edited one is another engine. What is asked of
     trtllm-build is the job's, an input; a checkpoint that is loaded as it is has none of these."""
-    from plugins.passed import digest_source
+    from plugins.passed import digest_plugin
 
     if config.target.world.foreign:
         return {"export": EXPORT_VERSION} if config.target.backend == "llmapi" else {}
     parameters = config.stages.build.model_dump(mode="json", exclude={"tensorrt_llm"})
     plugins = [name for name, lowering in parameters["lowering"].items() if lowering == "plugin"]
-    return {**parameters, "kernels": {name: digest_source(f"plugins.{name}.kernel") for name in plugins}}
+    return {**parameters, "plugins": {name: digest_plugin(name) for name in plugins}}
 
 
 def _target(config: Config) -> Any:

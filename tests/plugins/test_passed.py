@@ -5,6 +5,9 @@ from __future__ import annotations
 import json
 from pathlib import Path
 
+import pytest
+
+from plugins import passed
 from plugins.passed import TABLE, digest_source, find_run
 from plugins.registry import OPERATIONS
 from plugins.resources import TABLE as RESOURCES
@@ -36,3 +39,17 @@ def test_every_operation_has_its_resources_recorded() -> None:
         registers, spills, shared = (int(cell) for cell in row[6:9])
         assert registers <= 255 and shared <= 99 << 10
         assert spills <= (64 if "fp8" in row[2] else 4)  # rank_tokens on SM80
+
+
+def test_an_edited_plugin_has_another_digest(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Whatever of it goes into an engine; the reference does not."""
+    folder = tmp_path / "toy"
+    folder.mkdir()
+    for name in ("kernel", "sizes", "reference"):
+        (folder / f"{name}.py").write_text(name)
+    monkeypatch.setattr(passed, "__file__", str(tmp_path / "passed.py"))
+    digests = [passed.digest_plugin.__wrapped__("toy")]
+    for name in ("reference", "sizes", "kernel"):
+        (folder / f"{name}.py").write_text("edited")
+        digests.append(passed.digest_plugin.__wrapped__("toy"))
+    assert digests[0] == digests[1] and len(set(digests)) == 3

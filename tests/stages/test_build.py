@@ -12,12 +12,12 @@ from pipeline.stages.build import STAGE
 ROOT = Path(__file__).parents[2]
 
 
-def test_an_edited_kernel_is_another_engine(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Only where the kernel is in it."""
+def test_an_edited_plugin_is_another_engine(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Only where it is in it."""
     monkeypatch.chdir(ROOT)
     plugins, native = load_config("a100-int4-plugins"), load_config("a100-int4")
     before, kept = STAGE.parameters(plugins), STAGE.parameters(native)
-    assert before["kernels"].keys() == {"rope_paged_kv", "paged_attention", "moe_experts"} and kept["kernels"] == {}
-    monkeypatch.setattr("plugins.passed.digest_source", lambda module: f"edited {module}")
+    assert before["plugins"].keys() == {"rope_paged_kv", "paged_attention", "moe_experts"} and kept["plugins"] == {}
+    monkeypatch.setattr("plugins.passed.digest_plugin", lambda name: f"edited {name}")
     assert STAGE.parameters(plugins) != before
     assert STAGE.parameters(native) == kept
