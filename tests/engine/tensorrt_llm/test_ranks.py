@@ -169,7 +169,7 @@ def test_fp8_with_a_scale_for_each_output_is_refused(tmp_path: Path) -> None:
 
 
 def test_what_cannot_run_is_refused(engines: Engines, tmp_path: Path) -> None:
-    with pytest.raises(CompatibilityError, match="on SM100: its builder refuses") as refused:
+    with pytest.raises(CompatibilityError, match="on SM100: INT8 and INT4 are what") as refused:
         write(engines("llama-awq"), tmp_path / "ranks", sm=100)
     assert "method fp8" in refused.value.hint
     with pytest.raises(CompatibilityError, match="multi-head latent attention"):
