@@ -6,6 +6,8 @@ import os
 
 os.environ.setdefault("GOMP_SPINCOUNT", "0")  # before torch is imported; see pipeline/cli/main.py
 
+import signal
+import threading
 from pathlib import Path
 
 import pytest
@@ -16,6 +18,9 @@ from pipeline.checkpoint.folder import CheckpointFolder
 from pipeline.workspace import FolderWorkspace
 from tests import fixtures
 
+# Whoever runs the tests in the background has them ignore Ctrl-C, and with them all that they start and interrupt.
+if threading.current_thread() is threading.main_thread():
+    signal.signal(signal.SIGINT, signal.default_int_handler)
 # The same examples in every run, and none too slow: what a test takes depends on what runs beside it.
 settings.register_profile("steady", deadline=None, derandomize=True)
 settings.load_profile("steady")

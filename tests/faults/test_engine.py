@@ -19,6 +19,7 @@ from tests.faults.children import HANG_S, count_repeats, read_log
 pytestmark = pytest.mark.timeout(HANG_S)
 
 ROOT = Path(__file__).parents[2]
+STAGES = tuple(name for name in NAMES if name != "job")  # which is of engines that TensorRT-LLM builds
 KILLS = ("convert", "quantize", "quantize", "verify", "build", "build", "package")
 
 
@@ -54,7 +55,7 @@ def test_killed_in_every_stage(
         assert run_engine(project, logs[-1], stage, str(event)) == -signal.SIGKILL, read_log(logs[-1])
         killed = read_log(logs[-1])[-1]
         assert killed.startswith(f"killed in {stage}"), killed
-        for earlier in NAMES[: NAMES.index(stage)]:
+        for earlier in STAGES[: STAGES.index(stage)]:
             assert project.digests(earlier)
     logs.append(tmp_path / "last")
     assert run_engine(project, logs[-1]) == 0, read_log(logs[-1])
@@ -67,4 +68,4 @@ def test_killed_in_every_stage(
     assert manifests[0] == manifests[1]
     assert not list((project.folder / "out" / "store" / ".partial").iterdir())
     again = project.trtseek("engine", "tiny.yaml")
-    assert again.stderr.count("cached") == len(NAMES), again.stderr
+    assert again.stderr.count("cached") == len(STAGES), again.stderr

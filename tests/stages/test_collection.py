@@ -180,7 +180,9 @@ def test_collecting_over_and_over_beside_runs_breaks_none(tmp_path):
             config.settings["upper"] = {"suffix": "!" * (turn % 2)}
             Executor(config, STAGES, Notes()).run()
             assert (config.run_folder / "upper/upper.txt").read_text().endswith(f"{{'suffix': '{'!' * (turn % 2)}'}}")
-            assert (config.run_folder / "link/upper.txt").samefile(config.run_folder / "upper/upper.txt")
+            linked, upper = (config.run_folder / name for name in ("link/upper.txt", "upper/upper.txt"))
+            # Not always the same file: of two that belong together, one may have been collected and made again.
+            assert linked.read_bytes() == upper.read_bytes()
             assert len(list((config.run_folder / "copy/shards").iterdir())) == STEPS
     finally:
         done.set()

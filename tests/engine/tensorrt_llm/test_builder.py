@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import signal
 import threading
 import time
 
@@ -140,7 +141,7 @@ def test_nothing_outlives_an_interrupted_build(job, enter, monkeypatch):
         while not (log.exists() and "Build TensorRT engine" in log.read_text()):
             time.sleep(0.02)
         interrupted.set()
-        os.kill(os.getpid(), 2)
+        os.kill(os.getpid(), signal.SIGINT)
 
     thread = threading.Thread(target=wait_and_interrupt)
     thread.start()
