@@ -55,7 +55,7 @@ checkpoints: $(READY) ## train the two tiny checkpoints again (about an hour)
 smollm2: $(READY) ## make out/models/smollm2-135m, a real model that answers in English
 	$(BIN)/python -m checkpoints.smollm2
 
-bench: $(READY) ## measure everything that benchmarks/RESULTS.md records
+bench: $(READY) ## measure the main figures of benchmarks/RESULTS.md
 	$(BIN)/python -m benchmarks.commands
 	$(BIN)/python -m benchmarks.interpreter
 	$(BIN)/python -m benchmarks.build

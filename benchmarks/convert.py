@@ -119,7 +119,7 @@ def main() -> None:
                 shutil.rmtree(target)
                 os.sync()
     for name, seconds in best.items():
-        memory = f", peak {peaks[name]:.0f} MB" if peaks[name] else ""
+        memory = f", peak {peaks[name]:.0f} MiB" if peaks[name] else ""
         ratio = best["cp, sync"] / seconds
         print(f"{name:>9}: {nbytes / seconds / 1e9:.2f} GB/s, {ratio:.2f}x cp and sync{memory}")
 

@@ -101,7 +101,7 @@ def main() -> None:
             seconds, peak = run(EXPORT, folder / source, target, format)
             name = f"{format}, {'16 bits' if source == 'engine' else 'INT4'}"
             read = CheckpointFolder.open(folder / source).nbytes
-            print(f"{name:<28} {read / seconds / 1e9:5.2f} GB/s of the checkpoint, peak {peak:5.0f} MB", flush=True)
+            print(f"{name:<28} {read / seconds / 1e9:5.2f} GB/s of the checkpoint, peak {peak:5.0f} MiB", flush=True)
         folders = {"safetensors": folder / "hf-engine", "GGUF": folder / "gguf-engine"}
         for each in folders.values():  # into memory
             for file in each.iterdir():

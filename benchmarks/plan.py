@@ -37,7 +37,12 @@ stages:
     max_num_tokens: 2048
     generation: [{{batch: 16, length: 4096}}, {{batch: 4, length: 32768}}]
 """
-SPLITS = ("tensor: 8", "expert: 8", "tensor: 2, expert: 4", "tensor: 4, expert: 2", "tensor: 4, pipeline: 2")
+SPLITS = (
+    "tensor: 8",
+    *(f"tensor: 8, expert: {ranks}" for ranks in (2, 4, 8)),
+    "tensor: 4, pipeline: 2",
+    *(f"tensor: 4, expert: {ranks}, pipeline: 2" for ranks in (2, 4)),
+)
 
 
 def ask_plan(config: Path) -> tuple[subprocess.CompletedProcess[str], float, float]:
