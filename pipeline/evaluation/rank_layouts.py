@@ -59,7 +59,9 @@ def _undo_gptq(parts: Parts, sm: int) -> Parts:
     columns, quarter = parts["weight"].shape
     stored = parts["weight"].contiguous().view(torch.uint8).reshape(-1)
     weight = undo_processed(stored, columns, 4 * quarter, 4, sm)
-    return {"weight": weight, "weights_scaling_factor": parts["weights_scaling_factor"].T.float().contiguous()}
+    scales = parts["weights_scaling_factor"].T.float().contiguous()
+    rest = {kind: tensor for kind, tensor in parts.items() if kind != "zero"}  # a bias, where there is one
+    return {**rest, "weight": weight, "weights_scaling_factor": scales}
 
 
 def _undo_weight_only(parts: Parts, sm: int) -> Parts:

@@ -16,22 +16,13 @@ from pathlib import Path
 from safetensors import safe_open
 
 from pipeline.checkpoint.folder import CheckpointFolder
-from tests.engine.tensorrt_llm.rank_cases import make_engine, write
+from tests.engine.tensorrt_llm.rank_cases import METHODS, make_engine, write
 
 FOLDER = Path(__file__).parent / "golden"
 SIZES = ({"tensor": 1}, {"tensor": 2}, {"pipeline": 2}, {"tensor": 2, "pipeline": 2})
 EXPERT_SIZES = (*SIZES, {"tensor": 2, "expert": 2}, {"tensor": 4, "expert": 2})
 CASES = {
-    "llama-plain": SIZES,
-    "llama-awq": SIZES,
-    "llama-w4a8": SIZES,
-    "llama-gptq": SIZES,
-    "llama-fp8": SIZES,
-    "llama-smoothquant": SIZES,
-    "llama-int8": SIZES,
-    "qwen2-plain": SIZES,
-    "qwen2-awq": SIZES,
-    "qwen2-fp8": SIZES,
+    **{f"{architecture}-{method}": SIZES for architecture in ("llama", "qwen2") for method in METHODS},
     "deepseek_moe-plain": EXPERT_SIZES,
     "deepseek_moe-fp8": SIZES,
 }
