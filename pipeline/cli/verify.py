@@ -41,9 +41,10 @@ def command(config_file: str, overrides: tuple[str, ...], force: bool, as_json: 
 
 
 def _show(folder: Path, as_json: bool) -> None:
-    from pipeline.stages.verify import REPORT, SUMMARY
+    from pipeline.stages.network import PROOF
+    from pipeline.stages.verify import SUMMARY
 
     if as_json:
-        print_json(json.loads((folder / REPORT).read_text(encoding="utf-8")))
+        print_json(json.loads((folder / PROOF).read_text(encoding="utf-8")))
     else:
         click.echo((folder / SUMMARY).read_text(encoding="utf-8"), nl=False)

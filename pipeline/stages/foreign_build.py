@@ -2,14 +2,12 @@
 
 from __future__ import annotations
 
-import json
 from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING
 
 from pipeline.errors import CompatibilityError, PendingError
-from pipeline.stages.network import built_checkpoint
-from pipeline.stages.verify import REPORT
+from pipeline.stages.network import built_checkpoint, proved_digests
 
 if TYPE_CHECKING:
     from collections.abc import Callable
@@ -33,7 +31,7 @@ def build_tensorrt_llm(context: StageContext) -> None:
             f"the engine is not built yet: this host has not {' nor '.join(lacks)}",
             hint=f"{context.config.run_folder / 'job'} is a job for a host that has",
         )
-    build_engine(job, context.workspace.path, request, _read_digest(context), context.progress)
+    build_engine(job, context.workspace.path, request, proved_digests(context.inputs)[0], context.progress)
 
 
 def take_tensorrt_llm(engine: Path) -> Callable[[StageContext], None]:
@@ -47,7 +45,8 @@ def _take(context: StageContext, *, engine: Path) -> None:
 
     job = context.inputs["job"].path
     context.progress.note(f"takes {engine}, if it is what was asked")
-    take_engine(engine, job, context.workspace.path, read_request(job), _read_digest(context), context.progress)
+    digest = proved_digests(context.inputs)[0]
+    take_engine(engine, job, context.workspace.path, read_request(job), digest, context.progress)
 
 
 def export_llmapi(context: StageContext) -> None:
@@ -78,9 +77,3 @@ def _choose_format(engine: CheckpointFolder) -> str:
             hint="quantize to awq, fp8 or fp8_blocks, or take target.backend: tensorrt_llm",
         )
     return wanted.pop()
-
-
-def _read_digest(context: StageContext) -> str:
-    """Of the network that was proved for this checkpoint."""
-    digest: str = json.loads((context.inputs["verify"].path / REPORT).read_text(encoding="utf-8"))["network_digest"]
-    return digest

@@ -34,7 +34,7 @@ def package_tensorrt_llm(context: StageContext) -> Built:
         backend_version=record.version,
         sm=record.sm,
         digest=digest_json({name: digest_file(build / ENGINE / name) for name in sorted(record.files)}),
-        networks=proved_digests(context.inputs),
+        networks=[record.network_digest],
     )
 
 

@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING, Any
 from pipeline.sharding.ranks import Parallel
 from pipeline.stages.convert import model_source
 from pipeline.stages.graph import Stage, StageContext
-from pipeline.stages.network import built_checkpoint, network_parameters, network_spec
+from pipeline.stages.network import PROOF, built_checkpoint, network_parameters, network_spec
 
 if TYPE_CHECKING:
     from collections.abc import Mapping, Sequence
@@ -17,7 +17,6 @@ if TYPE_CHECKING:
 
     from pipeline.config.schema import Config
 
-REPORT = "verify.json"
 SUMMARY = "verify.txt"
 
 
@@ -56,7 +55,7 @@ def _run(context: StageContext) -> None:
         folder=context.workspace.path,
     )
     folder = context.workspace.path
-    (folder / REPORT).write_text(json.dumps(result.to_json(), indent=2, allow_nan=False) + "\n", encoding="utf-8")
+    (folder / PROOF).write_text(json.dumps(result.to_json(), indent=2, allow_nan=False) + "\n", encoding="utf-8")
     (folder / SUMMARY).write_text(result.summarize(), encoding="utf-8")
     for gate in result.gates:
         context.progress.note(gate.describe())

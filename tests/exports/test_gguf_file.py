@@ -106,7 +106,7 @@ def test_every_number_is_there(name: str, architecture: str, options: dict[str, 
     known = {TENSOR_NAMES[kind] for kind in MODEL_TENSORS[MODEL_ARCH[architecture.upper()]]}
     for key in values:
         module = key.rpartition(".")[0]
-        assert module.replace(module.split(".")[1], "{bid}", 1) if "blk" in module else module in known
+        assert (module.replace(module.split(".")[1], "{bid}", 1) if "blk" in module else module) in known, key
 
 
 def test_keys_of_a_llama(tmp_path: Path) -> None:
