@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING
 
+from pipeline.checkpoint.engine_config import QUANTIZATION_KEY
 from pipeline.checkpoint.folder import CONFIG, CheckpointFolder
 from pipeline.checkpoint.foreign.folder import ForeignFolder
 from pipeline.checkpoint.foreign.marks import MARKS
@@ -39,7 +40,7 @@ def _check_unquantized(folder: CheckpointFolder) -> None:
     """Of plain weights, or DeepSeek's FP8."""
     from pipeline.checkpoint.block_scales import check_config
 
-    quantized = folder.config.get("quantization_config") is not None
+    quantized = folder.config.get(QUANTIZATION_KEY) is not None
     check_config(folder.config, str(folder.path / CONFIG))  # first: quantized weights have other names
     if not quantized and (mark := next((name for name in folder.tensors if name.endswith(MARKS)), None)):
         raise CheckpointError(
@@ -63,7 +64,7 @@ def check_tokenizer(path: Path) -> None:
 
 
 def _refuse_plain_weights(folder: CheckpointFolder, mappings: Iterable[Mapping]) -> None:
-    kept = folder.config["quantization_config"].get("modules_to_not_convert") or ()
+    kept = folder.config[QUANTIZATION_KEY].get("modules_to_not_convert") or ()
     for mapping in mappings:
         if mapping.role not in FP8_ROLES:
             continue

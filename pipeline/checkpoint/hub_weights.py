@@ -7,7 +7,7 @@ function; where inputs are quantized too, the same but for their rounding.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 from typing import TYPE_CHECKING
 
 from pipeline.checkpoint.architecture import Architecture
@@ -35,12 +35,8 @@ def hf_layer_state(source: TensorSource, architecture: Architecture, layer: int)
 
 def hf_outer_state(source: TensorSource, architecture: Architecture) -> dict[str, torch.Tensor]:
     """What surrounds the layers: model.embed_tokens.weight, model.norm.weight, and lm_head.weight unless it is tied."""
-    return _read_state(source, layout_for(architecture).outer_mappings())
-
-
-def _read_state(source: TensorSource, mappings: Sequence[Mapping]) -> dict[str, torch.Tensor]:
     state: dict[str, torch.Tensor] = {}
-    for mapping in mappings:
+    for mapping in layout_for(architecture).outer_mappings():
         if not _is_there(source, mapping):
             continue
         whole = read_dense(source, mapping)

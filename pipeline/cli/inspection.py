@@ -118,10 +118,11 @@ def _describe_checkpoint(path: Path) -> Document:
 
 def _describe_stated(folder: CheckpointFolder) -> Document | None:
     """What another tool says of its quantization: whose it is, and its plain values."""
-    from pipeline.checkpoint.foreign.methods import KEY, find_method, find_settings
+    from pipeline.checkpoint.engine_config import QUANTIZATION_KEY
+    from pipeline.checkpoint.foreign.methods import find_method, find_settings
 
     method = find_method(folder)
-    stated = folder.config.get(KEY) if method is None else find_settings(folder, method).values
+    stated = folder.config.get(QUANTIZATION_KEY) if method is None else find_settings(folder, method).values
     if not isinstance(stated, dict):
         return None
     plain = {key: value for key, value in stated.items() if isinstance(value, str | int | float)}

@@ -20,7 +20,8 @@ from pipeline.errors import CompatibilityError
 from pipeline.exports.linear import Numbers, Part, QuantizedLinear
 from pipeline.exports.names import make_suffixes
 from pipeline.exports.plan import Encoding
-from pipeline.quantization.selection import HEAD, QUANTIZABLE, pick_group
+from pipeline.exports.refusals import refuse_head, refuse_prescaled, refuse_wide_scales
+from pipeline.quantization.selection import QUANTIZABLE, pick_group
 from pipeline.quantization.words import AWQ, PER_WORD, ZERO, pack_words
 
 if TYPE_CHECKING:
@@ -29,18 +30,6 @@ if TYPE_CHECKING:
     from pipeline.checkpoint.folder import CheckpointFolder
     from pipeline.checkpoint.layouts import Mapping as TensorMapping
     from pipeline.exports.plan import Plan
-
-PRESCALED = (
-    "its input is multiplied by a vector that no norm or linear before it could take up (the quantize stage folded "
-    "what could be); method gptq or rtn makes none"
-)
-
-
-HEAD_APART = "readers of the format take an output head of 16 bits"
-
-
-def refuse_head(linear: QuantizedLinear) -> str | None:
-    return HEAD_APART if linear.mapping.role == HEAD else None
 
 
 def _describe(linear: QuantizedLinear, part: Part, dtype: str) -> list[TensorInfo]:
@@ -70,16 +59,8 @@ def _refuse_outputs(linear: QuantizedLinear) -> str | None:
 
 
 def _refuse(linear: QuantizedLinear) -> str | None:
-    if linear.is_prescaled:
-        return PRESCALED
-    if (reason := refuse_head(linear)) is not None:
-        return reason
-    if (reason := _refuse_outputs(linear)) is not None:
-        return reason
-    scales = linear.read_scales()
-    if not scales.half().float().equal(scales):
-        return "some of its scales are no float16"
-    return None
+    reasons = (refuse(linear) for refuse in (refuse_prescaled, refuse_head, _refuse_outputs, refuse_wide_scales))
+    return next(filter(None, reasons), None)
 
 
 ROUNDED = "int4_zeros"  # the format of what `find_rounded` finds: none of an engine checkpoint's

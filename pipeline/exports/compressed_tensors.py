@@ -22,10 +22,9 @@ from typing import TYPE_CHECKING, Any
 from pipeline.checkpoint.layouts.scales import BLOCK, FP8, INT8, count_blocks
 from pipeline.checkpoint.tensors import DTYPES, TensorInfo
 from pipeline.errors import CheckpointError
-from pipeline.exports.awq import PRESCALED
-from pipeline.exports.hf import refuse_cut_blocks
 from pipeline.exports.names import make_patterns
 from pipeline.exports.plan import Encoding
+from pipeline.exports.refusals import refuse_cut_blocks, refuse_prescaled
 from pipeline.quantization.words import PER_WORD, ZERO, pack_words
 
 if TYPE_CHECKING:
@@ -94,10 +93,6 @@ def _encode_int4(numbers: Numbers, dtype: str) -> list[torch.Tensor]:
     return [pack_words(numbers.q + ZERO), scales, _shape(numbers)]
 
 
-def _refuse_prescaled(linear: QuantizedLinear) -> str | None:
-    return PRESCALED if linear.is_prescaled else None
-
-
 def _describe_int8(linear: QuantizedLinear, part: Part, dtype: str) -> list[TensorInfo]:
     rows, columns = part.shape
     return [
@@ -137,9 +132,9 @@ def _encode_plain(numbers: Numbers, dtype: str) -> list[torch.Tensor]:
 
 
 ENCODINGS: Mapping[str, Encoding] = {
-    "int4": Encoding(describe=_describe_int4, encode=_encode_int4, refuse=_refuse_prescaled),
+    "int4": Encoding(describe=_describe_int4, encode=_encode_int4, refuse=refuse_prescaled),
     "int8": Encoding(describe=_describe_int8, encode=_encode_int8, refuse=_refuse_int8),
-    "int8_sq": Encoding(describe=_describe_plain, encode=_encode_plain, refuse=_refuse_prescaled),
+    "int8_sq": Encoding(describe=_describe_plain, encode=_encode_plain, refuse=refuse_prescaled),
     "fp8": Encoding(describe=_describe_plain, encode=_encode_plain),
     "fp8_rows": Encoding(describe=_describe_plain, encode=_encode_plain),
     "fp8_blocks": Encoding(describe=_describe_plain, encode=_encode_plain, refuse=refuse_cut_blocks),

@@ -13,7 +13,7 @@ from typing import TYPE_CHECKING
 import numpy as np
 import numpy.typing as npt
 
-from pipeline.exports.awq import PRESCALED
+from pipeline.exports.refusals import refuse_prescaled, refuse_wide_scales
 from pipeline.quantization.words import ZERO
 
 if TYPE_CHECKING:
@@ -23,7 +23,7 @@ if TYPE_CHECKING:
 
 Rows = npt.NDArray[np.uint8]  # [rows, bytes of a row]
 BLOCK = 32
-FLOATS: Mapping[str, str] = {"F32": "F32", "F16": "F16", "BF16": "BF16"}  # safetensors' types -> ggml's
+FLOATS = ("F32", "F16", "BF16")  # the same in safetensors and ggml
 WIDTHS: Mapping[str, tuple[int, int]] = {  # ggml type -> (values of a block, bytes of it)
     "F32": (1, 4),
     "F16": (1, 2),
@@ -73,13 +73,8 @@ ENCODERS: Mapping[str, tuple[str, Callable[[Numbers], Rows]]] = {
 
 def refuse(linear: QuantizedLinear) -> str | None:
     """Why a linear cannot be stored exactly in a type of ggml's."""
-    if linear.format not in ENCODERS:
-        return f"gguf has no place for {linear.format}"
-    if linear.is_prescaled:
-        return PRESCALED
+    if (reason := refuse_prescaled(linear)) is not None:
+        return reason
     if linear.mapping.target_shape[1] % BLOCK:
         return f"its inputs are no multiple of {BLOCK}"
-    scales = linear.read_scales()
-    if not scales.half().float().equal(scales):
-        return "some of its scales are no float16"
-    return None
+    return refuse_wide_scales(linear)

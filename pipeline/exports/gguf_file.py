@@ -5,6 +5,7 @@ stack of experts, one expert) in memory.
 from __future__ import annotations
 
 import os
+from itertools import zip_longest
 from pathlib import Path
 from typing import TYPE_CHECKING
 
@@ -77,15 +78,15 @@ def _append(path: Path, tensors: list[GgufTensor], engine: CheckpointFolder, pro
         for tensor in tensors:
             file.write(bytes(-file.tell() % ALIGNMENT))
             written = 0
-            for piece in tensor.pieces:
+            for piece, source in zip_longest(tensor.pieces, tensor.sources):
                 data = np.ascontiguousarray(piece())
                 file.write(data.data)
                 written += data.nbytes
                 progress.advance(data.nbytes)
+                if source is not None:
+                    engine.release(source)
             if written != tensor.nbytes:
                 raise ValueError(f"{tensor.name}: {written} bytes written, {tensor.nbytes} declared")
-            for source in tensor.sources:
-                engine.release(source)
         file.write(bytes(-file.tell() % ALIGNMENT))
         file.flush()
         os.fsync(file.fileno())

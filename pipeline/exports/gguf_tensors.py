@@ -38,7 +38,8 @@ DIVIDED = "the experts of its layer are stored in several ways, and are one tens
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class GgufTensor:
-    """`kind`: a ggml type; `shape` outermost first; `pieces` make its bytes, in order, from the engine's `sources`."""
+    """`kind`: a ggml type; `shape` outermost first; `pieces` make its bytes, in order, each from one of the
+    engine's `sources`; there are none where they are made up."""
 
     name: str
     kind: str
@@ -129,15 +130,15 @@ def _pick_kind(plan: Plan, mapping: TensorMapping, source: str) -> str:
     if kept is not None:
         return ENCODERS[kept.format][0]
     stored = plan.engine.tensors[mapping.target].dtype
-    return FLOATS.get(stored, FLOATS[plan.dtype])
+    return stored if stored in FLOATS else plan.dtype
 
 
 def _read_rows(plan: Plan, mapping: TensorMapping, kind: str, rows: slice, order: npt.NDArray[np.intp] | None) -> Rows:
     """[rows, bytes of one]."""
     linear, stored = find_linear(plan.engine, mapping), plan.engine.tensors[mapping.target]
-    if linear is not None and kind not in FLOATS.values():
+    if linear is not None and kind not in FLOATS:
         found = ENCODERS[linear.format][1](linear.read().cut(rows))
-    elif FLOATS.get(stored.dtype) == kind:  # the file's own bytes, not held
+    elif stored.dtype == kind:  # the file's own bytes, not held
         found = plan.engine.read(mapping.target).data.reshape(stored.shape[0], -1)[rows]
     else:
         found = _as_bytes(_read_floats(plan, mapping, kind)[rows])

@@ -13,6 +13,7 @@ from pipeline.checkpoint.layouts.scales import BLOCK, FP8, count_blocks, source_
 from pipeline.checkpoint.tensors import TensorInfo
 from pipeline.exports.names import make_suffixes
 from pipeline.exports.plan import Encoding
+from pipeline.exports.refusals import refuse_cut_blocks
 
 if TYPE_CHECKING:
     import torch
@@ -35,13 +36,6 @@ def _describe(linear: QuantizedLinear, part: Part, dtype: str) -> list[TensorInf
 
 def _encode(numbers: Numbers, dtype: str) -> list[torch.Tensor]:
     return [numbers.q, numbers.scales]
-
-
-def refuse_cut_blocks(linear: QuantizedLinear) -> str | None:
-    """Of what is one linear in the engine and several on the hub, each must begin with a block."""
-    if any(part.rows.start % BLOCK for part in linear.parts):
-        return f"blocks of {BLOCK} rows reach over its parts"
-    return None
 
 
 ENCODINGS: Mapping[str, Encoding] = {

@@ -18,8 +18,8 @@ from typing import TYPE_CHECKING, Any
 
 from pipeline.checkpoint.layouts.scales import FP8
 from pipeline.checkpoint.tensors import TensorInfo
-from pipeline.exports.awq import refuse_head
 from pipeline.exports.plan import Encoding
+from pipeline.exports.refusals import refuse_head
 from pipeline.quantization.selection import FORMATS as ROWS
 from pipeline.quantization.selection import MIXED
 
@@ -67,8 +67,9 @@ def _describe_fp8(linear: QuantizedLinear, part: Part, dtype: str) -> list[Tenso
 
 
 def _encode_fp8(numbers: Numbers, dtype: str) -> list[torch.Tensor]:
-    inputs = numbers.scales if numbers.inputs is None else numbers.inputs
-    return [numbers.q, numbers.scales[0], inputs[0]]
+    if numbers.inputs is None:
+        raise ValueError("FP8 without a scale of its input")
+    return [numbers.q, numbers.scales[0], numbers.inputs[0]]
 
 
 def _refuse_fp8_rows(linear: QuantizedLinear) -> str | None:

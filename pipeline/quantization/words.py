@@ -40,6 +40,15 @@ def pack_words(numbers: Tensor, order: Sequence[int] = SEQUENTIAL, *, name: str 
     return (low | high << 4).contiguous().view(torch.int32).squeeze(-1)  # four bytes to a word, the lowest first
 
 
+def unpack_signed(words: Tensor, bits: int) -> Tensor:
+    """int32 [..., n·bits/32] of numbers of 4 or 8 bits, the first lowest → int8 [..., n], less the middle of their
+    range."""
+    import torch
+
+    numbers = unpack_words(words) if bits == 4 else words.contiguous().view(torch.uint8)
+    return (numbers.short() - (1 << (bits - 1))).to(torch.int8)
+
+
 def unpack_words(words: Tensor, order: Sequence[int] = SEQUENTIAL) -> Tensor:
     """int32 [..., n/8] → uint8 [..., n], 0 to 15."""
     import torch

@@ -15,8 +15,6 @@ from pipeline.checkpoint.foreign.settings import Settings
 if TYPE_CHECKING:
     import torch
 
-ZERO = 8  # makes numbers from 0 to 15 those from -8 to 7
-
 
 def read_awq(settings: Settings, headers: Headers, base: str) -> ForeignLinear | None:
     """The linear `base`; None where it is not quantized. Raises CheckpointError."""
@@ -51,6 +49,6 @@ def _unpack(words: torch.Tensor) -> torch.Tensor:
     """int32 [C, O/8] → int8 [O, C], from -8 to 7."""
     import torch
 
-    from pipeline.quantization.words import AWQ, unpack_words
+    from pipeline.quantization.words import AWQ, ZERO, unpack_words
 
     return unpack_words(words, AWQ).view(torch.int8).sub_(ZERO).T.contiguous()

@@ -8,12 +8,11 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
+from pipeline.checkpoint.foreign.headers import FLOAT_TYPES, Headers
 from pipeline.checkpoint.layouts.scales import CACHE_SCALES, cache_scale
 
 if TYPE_CHECKING:
     import torch
-
-    from pipeline.checkpoint.foreign.headers import Headers
 
 # Of keys and of values, after "model.layers.L.self_attn.": modelopt's, and compressed-tensors'.
 PAIRS = (("k_proj.k_scale", "v_proj.v_scale"), ("k_scale", "v_scale"))
@@ -51,6 +50,6 @@ def find_cache_scales(headers: Headers, layers: int) -> dict[int, CacheScales]:
         for pair in PAIRS:
             if any(headers.has(base, kind) for kind in pair):
                 for kind in pair:
-                    headers.check(base, kind, ("F16", "BF16", "F32"), (), (1,))
+                    headers.check(base, kind, FLOAT_TYPES, (), (1,))
                 found[layer] = CacheScales(headers=headers, base=base, pair=pair, target=cache_scale(layer))
     return found

@@ -12,9 +12,10 @@ from __future__ import annotations
 
 import re
 from collections.abc import Callable
+from functools import partial
 from typing import TYPE_CHECKING
 
-from pipeline.checkpoint.foreign.headers import Headers
+from pipeline.checkpoint.foreign.headers import FLOAT_TYPES, Headers
 from pipeline.checkpoint.foreign.linear import DYNAMIC, PLAIN, STATIC, ForeignLinear
 from pipeline.checkpoint.foreign.settings import Settings
 from pipeline.checkpoint.layouts.scales import BLOCK, count_blocks
@@ -22,10 +23,8 @@ from pipeline.checkpoint.layouts.scales import BLOCK, count_blocks
 if TYPE_CHECKING:
     import torch
 
-FLOAT_TYPES = ("F16", "BF16", "F32")
 BITS = {4: "int4", 8: "int8"}
 PACKED, INTEGER, FLOAT, NAIVE = "pack-quantized", "int-quantized", "float-quantized", "naive-quantized"
-MIXED = "mixed-precision"  # each group states its own
 
 
 def read_compressed_tensors(settings: Settings, headers: Headers, base: str) -> ForeignLinear | None:
@@ -40,9 +39,10 @@ def read_compressed_tensors(settings: Settings, headers: Headers, base: str) -> 
     stated = group.values.get("format") or settings.values.get("format")
     kind = Settings({"format": stated}, settings.origin).require("format", (PACKED, INTEGER, FLOAT, NAIVE))
     group.refuse("output_activations", "rounds outputs")
+    inputs, rounded = _read_inputs(group, headers, base)
     if kind == PACKED:
-        return _read_packed(weights, headers, base, *_read_inputs(group, headers, base))
-    return _read_plain(weights, headers, base, *_read_inputs(group, headers, base))
+        return _read_packed(weights, headers, base, inputs)
+    return _read_plain(weights, headers, base, inputs, rounded)
 
 
 def _check(settings: Settings) -> None:
@@ -97,7 +97,7 @@ def _read_inputs(group: Settings, headers: Headers, base: str) -> tuple[str, str
     return STATIC, kind
 
 
-def _read_packed(weights: Settings, headers: Headers, base: str, inputs: str, rounded: str) -> ForeignLinear:
+def _read_packed(weights: Settings, headers: Headers, base: str, inputs: str) -> ForeignLinear:
     bits = weights.require("num_bits", tuple(BITS))
     weights.require("type", ("int",), "int")
     strategy = weights.require("strategy", ("group", "channel"))
@@ -119,7 +119,7 @@ def _read_packed(weights: Settings, headers: Headers, base: str, inputs: str, ro
     if headers.has(base, "weight_g_idx"):
         headers.check(base, "weight_g_idx", ("I32", "I64"), (columns,))
         kinds.append("weight_g_idx")
-        groups = _groups(headers, base, count)
+        groups = partial(headers.read_groups, base, "weight_g_idx", count)
     return ForeignLinear(
         name=base,
         shape=(rows, columns),
@@ -137,16 +137,6 @@ def _read_packed(weights: Settings, headers: Headers, base: str, inputs: str, ro
 
 def _offsets(headers: Headers, base: str, bits: int, rows: int) -> Callable[[], torch.Tensor]:
     return lambda: _unpack(headers.read(base, "weight_zero_point").T.contiguous(), bits)[:, :rows].T
-
-
-def _groups(headers: Headers, base: str, count: int) -> Callable[[], torch.Tensor]:
-    def read() -> torch.Tensor:
-        found = headers.read(base, "weight_g_idx").long()
-        if int(found.min()) < 0 or int(found.max()) >= count:
-            raise headers.fail(base, "weight_g_idx", f"names groups beyond the {count} that there are")
-        return found
-
-    return read
 
 
 def _read_plain(weights: Settings, headers: Headers, base: str, inputs: str, rounded: str) -> ForeignLinear:
@@ -188,10 +178,6 @@ def _read_plain(weights: Settings, headers: Headers, base: str, inputs: str, rou
 
 
 def _unpack(words: torch.Tensor, bits: int) -> torch.Tensor:
-    """int32 [R, n·bits/32] → int8 [R, n], less the middle of their range."""
-    import torch
+    from pipeline.quantization.words import unpack_signed  # which imports torch
 
-    from pipeline.quantization.words import unpack_words
-
-    numbers = unpack_words(words) if bits == 4 else words.contiguous().view(torch.uint8)
-    return (numbers.short() - (1 << (bits - 1))).to(torch.int8)
+    return unpack_signed(words, bits)

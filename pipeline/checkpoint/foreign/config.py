@@ -5,7 +5,7 @@ from __future__ import annotations
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-from pipeline.checkpoint.engine_config import OWN_KEY
+from pipeline.checkpoint.engine_config import OWN_KEY, QUANTIZATION_KEY
 from pipeline.checkpoint.folder import read_json
 from pipeline.checkpoint.json_text import remove_key, set_keys
 from pipeline.checkpoint.layouts.scales import BLOCK, CONFIG_KEY
@@ -36,5 +36,5 @@ def write_held(source: ForeignFolder, config: Path) -> None:
         }
     if "fp8_blocks" in formats:
         own[CONFIG_KEY] = [BLOCK, BLOCK]
-    text = remove_key(config.read_text(encoding="utf-8"), "quantization_config")
+    text = remove_key(config.read_text(encoding="utf-8"), QUANTIZATION_KEY)
     config.write_text(set_keys(text, {OWN_KEY: own}), encoding="utf-8")

@@ -6,14 +6,14 @@ Which tensors are whose is known from the headers. What they hold is read when i
 from __future__ import annotations
 
 from collections import Counter, defaultdict
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from pipeline.checkpoint.foreign.cache import CacheScales, find_cache_scales
 from pipeline.checkpoint.foreign.headers import Headers
-from pipeline.checkpoint.foreign.holding import Held, Part, hold, list_parts
+from pipeline.checkpoint.foreign.holding import Held, hold, list_parts
 from pipeline.checkpoint.foreign.linear import PLAIN, ForeignLinear, dequantize
 from pipeline.checkpoint.foreign.methods import READERS, find_settings
 from pipeline.checkpoint.foreign.stacks import level_stacks
@@ -62,7 +62,7 @@ class ForeignFolder:
         self.held: dict[str, Held] = {}
         self.widened: dict[str, str] = {}
         self.wide_inputs = 0
-        self._parts: dict[str, tuple[ForeignLinear, Part]] = {}
+        self._made: dict[str, tuple[tuple[str, ...], Callable[[], torch.Tensor]]] = {}  # of which originals, and how
 
     def match(self) -> tuple[list[Mapping], list[str]]:
         """As Layout.match; mappings of quantized linears are as if these were not quantized."""
@@ -117,6 +117,7 @@ class ForeignFolder:
             yield from self._expand_held(mapping, dtype)
         if mapping.layer in self.caches and mapping.target.endswith("attention.dense.weight"):
             cache = self.caches[mapping.layer]
+            self._made[cache.name] = cache.tensors, cache.read
             self.tensors[cache.name] = TensorInfo(cache.name, "F32", (1,))
             yield _map(mapping, cache.target, [(cache.name, (1,))])
 
@@ -132,7 +133,7 @@ class ForeignFolder:
                 if part.once and by_kind[part.kind]:
                     continue
                 place = f"{linear.name}.{part.kind}"
-                self._parts[place] = linear, part
+                self._made[place] = linear.tensors, part.read
                 self.tensors[place] = TensorInfo(place, part.dtype, part.shape)
                 by_kind[part.kind].append((place, part.shape))
         for kind, sources in by_kind.items():
@@ -142,17 +143,16 @@ class ForeignFolder:
         """Over the file's own memory where it is as it was stored, else made."""
         import torch
 
-        if name in self._parts:
-            return RawTensor.from_torch(self._parts[name][1].read().contiguous())
+        if name in self._made:
+            return RawTensor.from_torch(self._made[name][1]().contiguous())
         if name in self.linears:
             dtype = getattr(torch, DTYPES[self.tensors[name].dtype][1])
             return RawTensor.from_torch(torch.cat([tile.to(dtype) for tile in dequantize(self.linears[name])]))
-        cache = next((each for each in self.caches.values() if each.name == name), None)
-        return RawTensor.from_torch(cache.read()) if cache is not None else self.folder.read(name)
+        return self.folder.read(name)
 
     def tiles(self, name: str) -> Iterator[torch.Tensor] | None:
         """The rows, float32, of a linear that is not held; None of any other tensor."""
-        return dequantize(self.linears[name]) if name in self.linears and name not in self._parts else None
+        return dequantize(self.linears[name]) if name in self.linears and name not in self._made else None
 
     def release(self, name: str, begin: int = 0, end: int | None = None) -> None:
         for each in self._originals(name):
@@ -165,11 +165,9 @@ class ForeignFolder:
         return self.folder.copy_companions(folder)
 
     def _originals(self, name: str) -> tuple[str, ...]:
-        if name in self._parts:
-            return self._parts[name][0].tensors
-        if name in self.linears:
-            return self.linears[name].tensors
-        return next((each.tensors for each in self.caches.values() if each.name == name), (name,))
+        if name in self._made:
+            return self._made[name][0]
+        return self.linears[name].tensors if name in self.linears else (name,)
 
     def describe(self) -> dict[str, Any]:
         """For conversion.json, by the engine's names: how many linears each format holds; the largest relative change
@@ -178,7 +176,7 @@ class ForeignFolder:
         return {
             "method": self.method,
             "held": dict(sorted(Counter(each.format for each in self.held.values()).items())),
-            "rounded_scales": max((each.rounded for each in self.held.values()), default=0.0),
+            "rounded_scales": self._rounded,
             "wide_inputs": self.wide_inputs,
             "widened": {name.removesuffix(".weight"): reason for name, reason in self.widened.items()},
         }
@@ -190,8 +188,12 @@ class ForeignFolder:
             yield f"{len(self.widened)} linears are written in 16 bits: {name.removesuffix('.weight')} {reason}"
         if self.wide_inputs:
             yield f"{self.wide_inputs} linears read inputs in 16 bits that {self.method} rounds to 8"
-        if rounded := max((each.rounded for each in self.held.values()), default=0.0):
-            yield f"INT4 scales are rounded from float32 to the model's type, by {rounded:.2g} at most"
+        if self._rounded:
+            yield f"INT4 scales are rounded from float32 to the model's type, by {self._rounded:.2g} at most"
+
+    @property
+    def _rounded(self) -> float:
+        return max((each.rounded for each in self.held.values()), default=0.0)
 
 
 def _list_matrices(folder: CheckpointFolder) -> Iterator[str]:

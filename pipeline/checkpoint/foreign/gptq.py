@@ -10,7 +10,7 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING
 
-from pipeline.checkpoint.foreign.headers import Headers
+from pipeline.checkpoint.foreign.headers import FLOAT_TYPES, Headers
 from pipeline.checkpoint.foreign.linear import ForeignLinear
 from pipeline.checkpoint.foreign.settings import Settings
 
@@ -35,7 +35,7 @@ def read_gptq(settings: Settings, headers: Headers, base: str) -> ForeignLinear 
     group = settings.group_size(base, shape[1])
     count = shape[1] // group
     headers.check(base, "qzeros", ("I32",), (count, shape[0] // per_word))
-    scale_type = headers.check(base, "scales", ("F16", "BF16", "F32"), (count, shape[0]))
+    scale_type = headers.check(base, "scales", FLOAT_TYPES, (count, shape[0]))
     kinds = ["qweight", "qzeros", "scales"]
     if headers.has(base, "g_idx"):
         headers.check(base, "g_idx", ("I32",), (shape[1],))
@@ -43,37 +43,20 @@ def read_gptq(settings: Settings, headers: Headers, base: str) -> ForeignLinear 
     elif settings.flag("desc_act"):
         raise headers.fail(base, "g_idx", "is missing, and desc_act says that the order of inputs matters")
 
-    def numbers() -> torch.Tensor:
-        import torch
+    def unpack(words: torch.Tensor) -> torch.Tensor:
+        from pipeline.quantization.words import unpack_signed
 
-        return _unpack(headers.read(base, "qweight").T, bits, 0).to(torch.int8)
-
-    def groups() -> torch.Tensor:
-        found = headers.read(base, "g_idx").long()
-        if int(found.min()) < 0 or int(found.max()) >= count:
-            raise headers.fail(base, "g_idx", f"names groups beyond the {count} that there are")
-        return found
+        return unpack_signed(words, bits)
 
     return ForeignLinear(
         name=base,
         shape=shape,
         kind=KINDS[bits],
         grid=(shape[0], count),
-        numbers=numbers,
+        numbers=lambda: unpack(headers.read(base, "qweight").T),
         scales=lambda: headers.read(base, "scales").float().T.contiguous(),
         scale_type=scale_type,
-        offsets=lambda: _unpack(headers.read(base, "qzeros"), bits, added).T,
-        groups=groups if "g_idx" in kinds else None,
+        offsets=lambda: (unpack(headers.read(base, "qzeros")).short() + added).T,  # one of 8 bits may be 128
+        groups=(lambda: headers.read_groups(base, "g_idx", count)) if "g_idx" in kinds else None,
         tensors=headers.names(base, *kinds),
     )
-
-
-def _unpack(words: torch.Tensor, bits: int, added: int) -> torch.Tensor:
-    """int32 [..., n·bits/32] → int16 [..., n], less the middle of their range."""
-    import torch
-
-    from pipeline.quantization.words import unpack_words
-
-    words = words.contiguous()
-    numbers = unpack_words(words) if bits == 4 else words.view(torch.uint8)
-    return numbers.short() + (added - (1 << (bits - 1)))

@@ -12,6 +12,8 @@ if TYPE_CHECKING:
 
     from pipeline.checkpoint.folder import CheckpointFolder
 
+FLOAT_TYPES = ("F16", "BF16", "F32")
+
 
 class Headers:
     """Of `folder`. Methods raise CheckpointError, naming file and tensor, for what is missing or is something else."""
@@ -53,6 +55,13 @@ class Headers:
     def read(self, base: str, kind: str) -> torch.Tensor:
         """Over the file's own memory: not to be written to."""
         return self.folder.read(f"{base}.{kind}").to_torch()
+
+    def read_groups(self, base: str, kind: str, count: int) -> torch.Tensor:
+        """The group of each input, int64, of `count` groups."""
+        found = self.read(base, kind).long()
+        if int(found.min()) < 0 or int(found.max()) >= count:
+            raise self.fail(base, kind, f"names groups beyond the {count} that there are")
+        return found
 
     def _type(self, base: str, kind: str, types: Sequence[str]) -> str:
         info = self.folder.tensors.get(f"{base}.{kind}")

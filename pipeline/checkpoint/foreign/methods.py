@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable
 from typing import TYPE_CHECKING
 
+from pipeline.checkpoint.engine_config import QUANTIZATION_KEY
 from pipeline.checkpoint.folder import CONFIG, read_json
 from pipeline.checkpoint.foreign.awq import read_awq
 from pipeline.checkpoint.foreign.compressed_tensors import read_compressed_tensors
@@ -25,13 +26,12 @@ READERS: dict[str, Callable[[Settings, Headers, str], ForeignLinear | None]] = {
     "compressed-tensors": read_compressed_tensors,
     "modelopt": read_modelopt,
 }
-KEY = "quantization_config"
 MODELOPT, MODELOPT_FILE = "modelopt", "hf_quant_config.json"
 
 
 def find_method(folder: CheckpointFolder) -> str | None:
     """Who quantized the checkpoint: a key of READERS; None where nobody did, or DeepSeek in FP8 blocks."""
-    stated = folder.config.get(KEY)
+    stated = folder.config.get(QUANTIZATION_KEY)
     method = stated.get("quant_method") if isinstance(stated, dict) else None
     if stated is None and (folder.path / MODELOPT_FILE).is_file():
         return MODELOPT
@@ -46,4 +46,4 @@ def find_settings(folder: CheckpointFolder, method: str) -> Settings:
         if not isinstance(values, dict):
             raise CheckpointError(f"{path}: quantization must be a mapping", hint="copy it again from the model")
         return Settings(values, str(path), "quantization.")
-    return Settings(folder.config[KEY], str(folder.path / CONFIG))
+    return Settings(folder.config[QUANTIZATION_KEY], str(folder.path / CONFIG))

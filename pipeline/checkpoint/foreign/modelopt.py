@@ -12,7 +12,7 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING
 
-from pipeline.checkpoint.foreign.headers import Headers
+from pipeline.checkpoint.foreign.headers import FLOAT_TYPES, Headers
 from pipeline.checkpoint.foreign.linear import PLAIN, STATIC, ForeignLinear
 from pipeline.checkpoint.foreign.settings import Settings
 
@@ -21,7 +21,6 @@ if TYPE_CHECKING:
 
     import torch
 
-FLOAT_TYPES = ("F16", "BF16", "F32")
 INT4, FP8, SMOOTH = "int4", "fp8", "int8"
 ALGOS = {"w4a16_awq": INT4, "int4_awq": INT4, "fp8": FP8, "w8a8_sq_per_channel": SMOOTH}
 MIXED = "mixed_precision"
