@@ -118,14 +118,15 @@ def fit_batches(
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class _Part:
-    """One GPU's part of the model: what it computes, as a model of its own, and its bytes of weights. `exchanged`: how
-    many GPUs' rows its experts see."""
+    """One GPU's part of the model: what it computes, as a model of its own, and its bytes of weights. `cached`: the
+    layers whose cache is counted; `exchanged`: how many GPUs' rows its experts see."""
 
     architecture: Architecture
     spec: NetworkSpec
     moe: str
     kv_cache: str
     weights: int
+    cached: int
     exchanged: int
     fp8: bool
     ports: tuple[Port, ...]  # step inputs and the logits, without the pools
@@ -134,7 +135,7 @@ class _Part:
     def kv_bytes_per_token(self) -> int:
         per_layer = sum(heads * width for heads, width in self.architecture.cache_widths)
         width = MODEL_DTYPE_BYTES[self.spec.dtype] if self.kv_cache == "model" else 1
-        return per_layer * width * self.architecture.num_layers
+        return per_layer * width * self.cached
 
     def plan(self, profile: Profile) -> Workspace:
         s = self.spec
@@ -166,7 +167,8 @@ def _pick_part(
     kv_cache: str,
     parallel: Parallel,
 ) -> _Part:
-    """The part with the most weights: of pipeline stages, the cache and the workspace are alike."""
+    """The part with the most weights, with the cache of the stage with the most layers: some may have one more, and
+    lighter ones."""
     weights = {
         rank: estimate_weights(
             architecture, dtype=dtype, max_seq_len=limits.max_seq_len, rules=rules, fp8=fp8, rank=rank
@@ -183,6 +185,7 @@ def _pick_part(
         moe=moe,
         kv_cache=kv_cache,
         weights=weights[heaviest],
+        cached=-(-architecture.num_layers // parallel.pipeline),
         exchanged=count_exchanged(architecture, parallel),
         fp8=fp8,
         # Pools are the ports of rank 4; everything else is int32 or float32.

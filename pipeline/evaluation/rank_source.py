@@ -170,11 +170,12 @@ class JoinedRanks:
     def _read_part(self, layer: int, part: str, expert: int | None, kind: str) -> torch.Tensor:
         local, ranks = self._find(layer)
         fused, half = HALVES[part]
+        each = 1
         if expert is None:
             name, holders, index = f"{LAYER}{local}.mlp.shared_expert.{fused}.{kind}", list(ranks), None
         else:
             ways = self.contract.size("moe_ep_size")
-            each = self.contract.config["moe"]["num_experts"] // ways
+            each = self.contract.config["moe"]["num_experts"] // ways  # of a rank
             name, index = f"{LAYER}{local}.mlp.{fused}.{kind}", expert % each
             holders = [rank for rank in ranks if (rank - ranks[0]) % ways == expert // each]
         found = [self.checkpoint.read(rank, name) for rank in holders]
@@ -185,7 +186,7 @@ class JoinedRanks:
         if kind != "weight":
             return join_same(found, name)
         whole = join(found, -1) if half is None else join([weight.chunk(2)[half] for weight in found], 0)
-        if expert is None or expert + 1 == self.contract.config["moe"]["num_experts"]:
+        if index is None or index + 1 == each:
             whole = whole.clone()
             self._release(holders, [name])
         return whole

@@ -14,6 +14,7 @@ from pipeline.engine.limits import BuildLimits, Rectangle
 from pipeline.engine.memory import estimate_weights, fit_batches, plan_memory
 from pipeline.network.spec import Lowering
 from pipeline.quantization.selection import Decision, Rules
+from pipeline.sharding.ranks import Parallel
 from tests.fixtures import LLAMA_CONFIG, V2_CONFIG, V3_CONFIG
 
 # https://huggingface.co/deepseek-ai/deepseek-llm-7b-base
@@ -150,6 +151,17 @@ def test_kv_cache() -> None:
     for kind in ("int8", "fp8"):
         half = plan_memory(LLM_7B, dtype="float16", limits=limits(4, 4096), lowering=PLUGINS, kv_cache=kind)
         assert (half.kv_bytes_per_token * 2, half.pool_bytes * 2) == (plan.kv_bytes_per_token, plan.pool_bytes)
+
+
+def test_the_cache_of_stages_is_that_of_the_longest() -> None:
+    """61 layers over two stages: the second has 30, and more weights, since three of the first's have no experts."""
+    v3 = parse_architecture(V3_SIZES)
+    plan = plan_memory(v3, dtype="bfloat16", limits=limits(4, 4096), parallel=Parallel(pipeline=2))
+    assert plan.kv_bytes_per_token == 31 * 576 * 2
+    stages = [
+        estimate_weights(v3, dtype="bfloat16", max_seq_len=4096, rank=rank) for rank in Parallel(pipeline=2).ranks
+    ]
+    assert plan.weights_bytes == stages[1] > stages[0]
 
 
 def test_attention_that_copies_no_pages_takes_less() -> None:
