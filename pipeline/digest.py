@@ -160,6 +160,19 @@ def digest_file(path: Path, *, cached: bool = True, on_bytes: Callable[[int], No
     return digest
 
 
+def sha256_file(path: Path, on_bytes: Callable[[int], None] | None = None) -> str:
+    """A file's SHA-256 in hex, as sha256sum writes it: for files that others check. `on_bytes` as of digest_file."""
+    import hashlib
+
+    hasher = hashlib.sha256()
+    with path.open("rb") as file:
+        while block := file.read(_BUFFER):
+            hasher.update(block)
+            if on_bytes:
+                on_bytes(len(block))
+    return hasher.hexdigest()
+
+
 def cached_digest(path: Path) -> str | None:
     """The digest of a file if it is known without reading the file."""
     return _cache.look_up(identify(os.stat(path))) if _cache is not None else None

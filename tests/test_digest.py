@@ -1,13 +1,15 @@
 import json
 import os
+import subprocess
 import time
+from pathlib import Path
 
 import numpy as np
 import pytest
 from blake3 import blake3
 
 from pipeline import digest
-from pipeline.digest import cached_digest, digest_bytes, digest_file, digest_json, set_digest_cache
+from pipeline.digest import cached_digest, digest_bytes, digest_file, digest_json, set_digest_cache, sha256_file
 
 
 @pytest.fixture
@@ -120,3 +122,11 @@ def test_any_flipped_bit_of_a_line_is_noticed(tmp_path, cache):
             set_digest_cache(None)
             set_digest_cache(cache)
             assert cached_digest(path) in (None, expect(b"one"))
+
+
+def test_sha256_is_that_of_sha256sum(tmp_path: Path) -> None:
+    (tmp_path / "file").write_bytes(bytes(range(256)) * 20_000)
+    told: list[int] = []
+    stated = subprocess.run(["sha256sum", tmp_path / "file"], capture_output=True, text=True, check=True).stdout
+    assert sha256_file(tmp_path / "file", told.append) == stated.split()[0]
+    assert sum(told) == 256 * 20_000

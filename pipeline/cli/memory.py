@@ -22,13 +22,12 @@ def describe_memory(config: Config, architecture: Architecture, tensors: Mapping
     from pipeline.config.case import Case
     from pipeline.engine.memory import RESERVE_BYTES, fit_batches, plan_memory
     from pipeline.network.spec import Lowering
-    from pipeline.sharding.ranks import Parallel
 
     dtype = config.stages.convert.dtype or architecture.dtype
     build, rules = config.stages.build, config.stages.quantize.rules
     limits, cache = build.limits(), config.stages.quantize.kv_cache
     fp8 = Case(config=config, architecture=architecture, tensors=tensors).kept_fp8 is not None
-    parallel = Parallel(**config.target.parallel.model_dump())
+    parallel = config.target.parallel.sizes
     options: dict[str, Any] = {
         "dtype": dtype,
         "limits": limits,

@@ -46,7 +46,7 @@ class LinearKind:
 
 @dataclass(frozen=True, kw_only=True)
 class Case:
-    """`tensors` are the source checkpoint's headers, by name."""
+    """`tensors` are of the source checkpoint's headers the first of every kind and type, by name: CheckedHeaders."""
 
     config: Config
     architecture: Architecture
@@ -83,12 +83,15 @@ class Case:
         return sorted({METHODS[method].format for method in self.quantize.rules.methods})
 
     @cached_property
+    def foreign_mark(self) -> str | None:
+        """A tensor that shows that another tool has quantized the model."""
+        return next((name for name in self.tensors if name.endswith(MARKS)), None)
+
+    @cached_property
     def kept_fp8(self) -> str | None:
         """The first FP8 tensor of DeepSeek's blocks if FP8 reaches the engine: nothing asks for another type, and
         quantization leaves none."""
-        if any(name.endswith(MARKS) for name in self.tensors):  # another tool's: foreign_rules.py
-            return None
-        if self.config.stages.convert.dtype is not None or self.is_quantized:
+        if self.foreign_mark is not None or self.config.stages.convert.dtype is not None or self.is_quantized:
             return None
         return next((t.name for t in self.tensors.values() if t.dtype in FP8_TYPES), None)
 

@@ -2,30 +2,25 @@
 
 from __future__ import annotations
 
-from pipeline.checkpoint.foreign.marks import MARKS
 from pipeline.config.case import FP8_TYPES, Case
 from pipeline.config.rules import Rule
-from pipeline.engine.tensorrt_llm.support import BLACKWELL, NO_INTEGERS
+from pipeline.engine.tensorrt_llm.mixed_gemm import DATACENTER_BLACKWELL
+from pipeline.engine.tensorrt_llm.support import NO_INTEGERS
 
 WEIGHTS, INTEGERS = (".weight", ".qweight", ".weight_packed"), ("I8", "U8", "I32")
 
 
-def _find_mark(case: Case) -> str | None:
-    """A tensor that shows it."""
-    return next((name for name in case.tensors if name.endswith(MARKS)), None)
-
-
 def _find_second_rounding(case: Case) -> str | None:
-    mark = _find_mark(case)
-    if mark is None or not case.is_quantized:
+    if case.foreign_mark is None or not case.is_quantized:
         return None
-    return f"the model is quantized already ({mark} is there), and would be rounded once more"
+    return f"the model is quantized already ({case.foreign_mark} is there), and would be rounded once more"
 
 
 def _find_fp8(case: Case) -> str | None:
     """Whatever type is asked for: that is of what is not quantized."""
-    mark = _find_mark(case)
-    if mark is None or case.gpu.has("fp8") or not any(t.dtype in FP8_TYPES for t in case.tensors.values()):
+    if case.foreign_mark is None or case.gpu.has("fp8"):
+        return None
+    if not any(t.dtype in FP8_TYPES for t in case.tensors.values()):
         return None
     return f"the model's FP8 weights need FP8 tensor cores, SM89 or later; the {case.gpu.name} is SM{case.gpu.sm}"
 
@@ -33,14 +28,16 @@ def _find_fp8(case: Case) -> str | None:
 def _find_integers_on_blackwell(case: Case) -> str | None:
     """What the job itself would refuse, after all proofs: what is left in 16 bits is known only once it is read."""
     target, is_exact = case.config.target, case.config.stages.convert.foreign == "exact"
-    if target.backend != "tensorrt_llm" or not is_exact or case.gpu.sm not in BLACKWELL or _find_mark(case) is None:
+    if case.foreign_mark is None or target.backend != "tensorrt_llm" or not is_exact:
+        return None
+    if case.gpu.sm not in DATACENTER_BLACKWELL:
         return None
     found = next((name for name, t in case.tensors.items() if name.endswith(WEIGHTS) and t.dtype in INTEGERS), None)
     return f"{found} is INT4 or INT8, which {NO_INTEGERS}; this is SM{case.gpu.sm}" if found else None
 
 
 def _note_plan(case: Case) -> str | None:
-    if _find_mark(case) is None:
+    if case.foreign_mark is None:
         return None
     return "the model is quantized already: the plan counts its linears in 16 bits, and they take less"
 

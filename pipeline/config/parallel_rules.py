@@ -7,7 +7,7 @@ from typing import TYPE_CHECKING
 from pipeline.checkpoint.layouts import list_kinds
 from pipeline.config.case import FP8_TYPES, Case
 from pipeline.config.rules import Rule
-from pipeline.engine.tensorrt_llm.rank_sizes import pad_vocabulary, repeat_heads
+from pipeline.engine.tensorrt_llm.rank_sizes import share_out
 from pipeline.quantization.selection import GROUP_SIZES, Decision
 from pipeline.sharding.divisions import Division, divisions, tell_undivided
 from pipeline.sharding.ranks import Parallel, list_divisors
@@ -66,15 +66,14 @@ def _stored(case: Case, largest: int = max(GROUP_SIZES)) -> list[Division]:
 def _find(case: Case, asked: list[Division]) -> str | None:
     if case.parallel.tensor % case.parallel.expert:
         return None  # said already
-    return tell_undivided(Parallel(**case.parallel.model_dump()), asked)
+    return tell_undivided(case.parallel.sizes, asked)
 
 
 def _shape(case: Case) -> Architecture:
     """TensorRT-LLM gives a key/value head to several ranks, and fills the vocabulary up."""
-    parallel = Parallel(case.parallel.tensor)
     if not case.config.target.world.foreign:
         return case.architecture
-    return pad_vocabulary(repeat_heads(case.architecture, parallel), parallel)
+    return share_out(case.architecture, Parallel(case.parallel.tensor))
 
 
 PARALLEL_RULES: tuple[Rule, ...] = (

@@ -26,6 +26,7 @@ from pipeline.config.settings import (
     Quantize,
 )
 from pipeline.errors import ConfigError
+from pipeline.sharding.ranks import Parallel as Sizes
 
 __all__ = [
     "Build",
@@ -76,6 +77,11 @@ class Parallel(Section):
         description="Expert parallel size, a divisor of tensor: over how many ranks of the tensor group a layer's "
         "routed experts are spread, and each one's columns over tensor / expert. EP2 is tensor: 2, expert: 2.",
     )
+
+    @property
+    def sizes(self) -> Sizes:
+        """For what works by ranks. Raises CompatibilityError where `expert` does not divide `tensor`."""
+        return Sizes(**self.model_dump())
 
 
 class Target(Section):

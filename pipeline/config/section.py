@@ -14,3 +14,7 @@ class Section(BaseModel):
     """Frozen, strict, no unknown keys."""
 
     model_config = ConfigDict(frozen=True, extra="forbid", strict=True, allow_inf_nan=False)
+
+    def changes(self, key: str) -> bool:
+        """Whether a setting is not at its default."""
+        return bool(getattr(self, key) != type(self).model_fields[key].default)

@@ -7,7 +7,6 @@ from typing import TYPE_CHECKING
 
 from pipeline.engine.tensorrt_llm.ask import Ask, StoredLinear
 from pipeline.quantization.selection import HEAD, METHODS, NONE, Decision
-from pipeline.sharding.ranks import Parallel
 
 if TYPE_CHECKING:
     from pipeline.config.case import Case
@@ -21,7 +20,7 @@ def make_ask(case: Case) -> Ask:
         architecture=case.architecture,
         linears=tuple(_list_linears(case)),
         dtype=case.dtype,
-        parallel=Parallel(**case.parallel.model_dump()),
+        parallel=case.parallel.sizes,
         sm=case.gpu.sm,
         head=METHODS[head].format if (head := case.quantize.rules.head_method) != NONE else None,
     )

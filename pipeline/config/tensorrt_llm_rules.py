@@ -47,7 +47,7 @@ def _find_flavour(case: Case) -> str | None:
 
 def _find_own_settings(case: Case) -> str | None:
     build = case.build
-    set_ = [key for key in OWN_SETTINGS if getattr(build, key) != type(build).model_fields[key].default]
+    set_ = [key for key in OWN_SETTINGS if build.changes(key)]
     return (
         f"{', '.join(set_)}: of trtseek's own network, which {case.config.target.backend} does not use"
         if set_

@@ -8,8 +8,8 @@ from collections.abc import Iterator
 
 from pipeline.config.case import Case
 from pipeline.config.rules import Rule
-from pipeline.config.section import Section
 from pipeline.config.tensorrt_llm_rules import of_backend, of_both
+from pipeline.engine.tensorrt_llm.request import is_paged
 
 # Of trtseek's own executor.
 OWN = ("runner", "interpreter_mode")
@@ -35,14 +35,10 @@ def _find_homeless(case: Case) -> str | None:
     package, backend = case.config.stages.package, case.config.target.backend
     own = package.tensorrt_llm
     keys = [*OWN, *(TRITONS if backend == "llmapi" else ())]
-    set_ = [key for key in keys if _is_set(package, key)]
+    set_ = [key for key in keys if package.changes(key)]
     if backend == "llmapi":
-        set_ += [f"tensorrt_llm.{key}" for key in type(own).model_fields if key not in SHARED and _is_set(own, key)]
+        set_ += [f"tensorrt_llm.{key}" for key in type(own).model_fields if key not in SHARED and own.changes(key)]
     return f"{', '.join(set_)}: backend {backend} has no place for it" if set_ else None
-
-
-def _is_set(section: Section, key: str) -> bool:
-    return bool(getattr(section, key) != type(section).model_fields[key].default)
 
 
 def _find_unserved(case: Case) -> str | None:
@@ -50,8 +46,6 @@ def _find_unserved(case: Case) -> str | None:
 
 
 def _list_unserved(case: Case) -> Iterator[str]:
-    from pipeline.engine.tensorrt_llm.request import is_paged
-
     build, package = case.build, case.config.stages.package
     own, ranks = package.tensorrt_llm, case.parallel.tensor * case.parallel.pipeline
     if package.enable_kv_cache_reuse and not is_paged(case.config):

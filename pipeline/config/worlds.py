@@ -15,8 +15,6 @@ from pipeline.config.compatibility import ALL_RULES
 from pipeline.errors import TrtseekError
 
 if TYPE_CHECKING:
-    from pydantic import BaseModel
-
     from pipeline.checkpoint.architecture import Architecture
     from pipeline.checkpoint.tensors import TensorInfo
     from pipeline.config.schema import Config
@@ -67,17 +65,13 @@ def _list_dropped(backend: str, config: Config) -> Iterator[tuple[str, ...]]:
     """The settings that the config changes and this backend does not read."""
     if BACKENDS[backend].foreign:
         build = config.stages.build
-        yield from (("stages", "build", key) for key in OWN_SETTINGS if _is_set(build, key))
+        yield from (("stages", "build", key) for key in OWN_SETTINGS if build.changes(key))
     for path, owner in OWNED.items():
         if owner != backend:
             section: Any = config
             for key in path:
                 section = getattr(section, key)
-            yield from ((*path, key) for key in type(section).model_fields if _is_set(section, key))
-
-
-def _is_set(section: BaseModel, key: str) -> bool:
-    return bool(getattr(section, key) != type(section).model_fields[key].default)
+            yield from ((*path, key) for key in type(section).model_fields if section.changes(key))
 
 
 def _move(config: Config, backend: str, dropped: list[tuple[str, ...]]) -> Config:

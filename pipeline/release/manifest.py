@@ -16,6 +16,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from pipeline import __version__
+from pipeline.digest import sha256_file
 from pipeline.errors import PackageError
 from pipeline.progress import SILENT, Progress
 
@@ -75,7 +76,7 @@ def write_manifest(
     _check_proof(built, verification)
     files = list_files(folder)
     progress.start("SHA-256", sum((folder / name).stat().st_size for name in files), "B")
-    sums = {name: hash_file(folder / name, progress) for name in files}
+    sums = {name: sha256_file(folder / name, progress.advance) for name in files}
     manifest = {
         "format": FORMAT,
         "name": config.name,
@@ -120,7 +121,7 @@ def check_release(folder: Path, *, progress: Progress = SILENT) -> ReleaseDamage
     common = sorted(present & sums.keys())
     progress.start("SHA-256", sum((folder / name).stat().st_size for name in common), "B")
     damage = ReleaseDamage(
-        changed=tuple(name for name in common if hash_file(folder / name, progress) != sums[name]),
+        changed=tuple(name for name in common if sha256_file(folder / name, progress.advance) != sums[name]),
         missing=tuple(sorted(sums.keys() - present)),
         extra=tuple(sorted(present - sums.keys())),
     )
@@ -153,16 +154,6 @@ def list_files(folder: Path) -> list[str]:
     if odd := [name for name in names if not name.isprintable() or "\\" in name]:
         raise PackageError(f"{folder}: the file name {odd[0]!r} cannot be listed in {SUMS}", hint="rename the file")
     return [name for name in names if name not in (MANIFEST, SUMS, STORE_MARKER) and not name.startswith(".journal")]
-
-
-def hash_file(path: Path, progress: Progress = SILENT) -> str:
-    """SHA-256 in hex, read as a stream."""
-    hasher = hashlib.sha256()
-    with path.open("rb") as file:
-        while block := file.read(1 << 22):
-            hasher.update(block)
-            progress.advance(len(block))
-    return hasher.hexdigest()
 
 
 def _check_proof(built: Built, verification: Mapping[str, Any]) -> None:

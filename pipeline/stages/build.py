@@ -46,12 +46,11 @@ def _build_own(context: StageContext) -> None:
     from pipeline.engine.builder import build_engine
     from pipeline.engine.rank_engines import build_ranks
     from pipeline.errors import BuildError
-    from pipeline.sharding import Parallel
 
     config, folder = context.config, context.workspace.path
     checkpoint = built_checkpoint(context.inputs)
     spec = network_spec(config, CheckpointFolder.open(checkpoint).architecture.dtype)
-    parallel = Parallel(**config.target.parallel.model_dump())
+    parallel = config.target.parallel.sizes
 
     def build(spec: NetworkSpec, place: Path) -> EngineDescription:
         if parallel.world > 1:

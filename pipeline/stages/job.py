@@ -40,7 +40,6 @@ def _run(context: StageContext) -> None:
     from pipeline.engine.tensorrt_llm.job import CHECKPOINT, write_job
     from pipeline.engine.tensorrt_llm.ranks import write_ranks
     from pipeline.engine.tensorrt_llm.request import make_request
-    from pipeline.sharding.ranks import Parallel
     from pipeline.workspace import NestedWorkspace
 
     config, folder, progress = context.config, context.workspace.path, context.progress
@@ -48,7 +47,7 @@ def _run(context: StageContext) -> None:
     report = write_ranks(
         source,
         NestedWorkspace(context.workspace, CHECKPOINT),
-        parallel=Parallel(**config.target.parallel.model_dump()),
+        parallel=config.target.parallel.sizes,
         sm=config.target.device.sm,
         progress=progress,
     )

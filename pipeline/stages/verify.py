@@ -33,7 +33,7 @@ def _parameters(config: Config) -> Mapping[str, Any]:
 
 def _ranks(config: Config) -> Parallel:
     """Of trtseek's own network; TensorRT-LLM shares models out by itself."""
-    return Parallel() if config.target.world.foreign else Parallel(**config.target.parallel.model_dump())
+    return Parallel() if config.target.world.foreign else config.target.parallel.sizes
 
 
 def _run(context: StageContext) -> None:

@@ -5,13 +5,14 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
+from pipeline.engine.tensorrt_llm.mixed_gemm import TILE
+
 if TYPE_CHECKING:
     from pipeline.checkpoint.architecture import Architecture
     from pipeline.sharding.ranks import Parallel
 
-# Its weight-only GEMMs: what inputs and outputs of all ranks together must be a multiple of, but for a zero padding
-# whose split over ranks is that of its own converter.
-TILE = 64
+# As mixed_gemm.TILE for its weight-only GEMMs: what inputs and outputs of all ranks together must be a multiple of, but
+# for a zero padding whose split over ranks is that of its own converter.
 FP8_TILE = 128
 
 

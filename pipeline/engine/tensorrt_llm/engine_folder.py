@@ -14,7 +14,8 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from pipeline.engine.tensorrt_llm.job import SUMS, sum_file
+from pipeline.digest import sha256_file
+from pipeline.engine.tensorrt_llm.job import SUMS
 from pipeline.errors import BuildError
 
 CONFIG, RECEIPT = "config.json", "receipt.json"
@@ -78,7 +79,7 @@ class EngineFolder:
                 continue
             if name not in sums:
                 problems.append(f"{name} is not named in {SUMS}")
-            elif sum_file(self.path / name, on_bytes) != sums[name]:
+            elif sha256_file(self.path / name, on_bytes) != sums[name]:
                 problems.append(f"{name} is not what {SUMS} says: cut off or changed on the way")
         return problems
 

@@ -20,6 +20,8 @@ from importlib import resources
 from pathlib import Path
 from typing import Any
 
+from pipeline.digest import sha256_file
+from pipeline.engine.document import read_document
 from pipeline.engine.tensorrt_llm.options import build_config, list_arguments
 from pipeline.engine.tensorrt_llm.request import EngineRequest
 from pipeline.engine.tensorrt_llm.versions import load_releases
@@ -28,7 +30,6 @@ from pipeline.errors import BuildError
 CHECKPOINT, CONFIG, SCRIPT, JOB, SUMS = "checkpoint", "config.json", "build.sh", "job.json", "SHA256SUMS"
 BUILD_CONFIG, README = "build_config.json", "README.md"
 FORMAT = 1
-_BUFFER = 1 << 20
 
 
 def write_job(
@@ -71,18 +72,11 @@ def read_json(path: Path) -> dict[str, Any]:
 
 def read_request(folder: Path) -> EngineRequest:
     """What a job asked. Raises BuildError."""
-    document = read_json(folder / JOB)
+    values = read_document(folder / JOB, kind="a job", version=FORMAT, hint="run the job stage again")
     try:
-        if document["format"] != FORMAT:
-            raise ValueError(f"format {document['format']}, this version reads {FORMAT}")
-        return EngineRequest.from_json(document["request"])
+        return EngineRequest.from_json(values["request"])
     except (KeyError, TypeError, ValueError) as error:
         raise BuildError(f"{folder / JOB}: states no request: {error}", hint="run the job stage again") from None
-
-
-def tensorrt_series(version: str) -> str:
-    """10.14.1 of TensorRT-LLM 1.2.1: what its requirement ~=10.14.1 begins with."""
-    return (load_releases()[version].tensorrt or "").removeprefix("~=")
 
 
 def _describe(request: EngineRequest, name: str) -> dict[str, Any]:
@@ -90,7 +84,7 @@ def _describe(request: EngineRequest, name: str) -> dict[str, Any]:
         "name": name,
         "image": request.image,
         "version": request.version,
-        "tensorrt": tensorrt_series(request.version),
+        "tensorrt": load_releases()[request.version].series,
         "gpu": request.gpu,
         "sm": request.sm,
         "ranks": request.parallel.world,
@@ -111,15 +105,4 @@ def _write_json(path: Path, document: Any) -> None:
 def _sum_up(folder: Path, on_bytes: Callable[[int], None] | None) -> str:
     """As sha256sum writes it."""
     files = sorted(path.relative_to(folder).as_posix() for path in folder.rglob("*") if path.is_file())
-    return "".join(f"{sum_file(folder / name, on_bytes)}  {name}\n" for name in files if name != SUMS)
-
-
-def sum_file(path: Path, on_bytes: Callable[[int], None] | None = None) -> str:
-    """A file's SHA-256, hex."""
-    digest = hashlib.sha256()
-    with open(path, "rb") as file:
-        while data := file.read(_BUFFER):
-            digest.update(data)
-            if on_bytes:
-                on_bytes(len(data))
-    return digest.hexdigest()
+    return "".join(f"{sha256_file(folder / name, on_bytes)}  {name}\n" for name in files if name != SUMS)

@@ -109,7 +109,9 @@ def _gptq(weights: RankWeights, base: str) -> Tensors:
     stored, outputs = MODEL_DTYPES[weights.dtype], 2 * half
 
     def process() -> Bytes:
-        q = unpack(weights.source.read(name))
+        from pipeline.quantization.int4 import unpack
+
+        q = unpack(weights.source.read(name).to_torch()).numpy()
         return mixed_gemm.process(q.T, 4, weights.sm, name=name)
 
     def transpose() -> Bytes:
@@ -153,16 +155,6 @@ FORMATS: dict[str | None, Callable[[RankWeights, str], Tensors]] = {
     "int8": _int8,
     "int8_sq": lambda w, base: _with_prescale(w, base, WEIGHT_SCALES, ACTIVATION_SCALES),
 }
-
-
-def unpack(packed: RawTensor) -> npt.NDArray[np.int8]:
-    """The engine checkpoint's INT4 [O/2, I] to [O, I]: the low nibble is the even row's."""
-    rows, columns = packed.shape
-    q = np.empty((rows, 2, columns), np.int8)
-    stored = packed.data.view(np.int8).reshape(packed.shape)
-    np.right_shift(np.left_shift(stored, 4), 4, out=q[:, 0])
-    np.right_shift(stored, 4, out=q[:, 1])
-    return q.reshape(2 * rows, columns)
 
 
 def store_floats(values: npt.NDArray[np.float32], dtype: str) -> npt.NDArray[np.uint8]:

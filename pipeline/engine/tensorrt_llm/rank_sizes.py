@@ -10,13 +10,15 @@ if TYPE_CHECKING:
     from pipeline.sharding.ranks import Parallel
 
 
-def pad_vocabulary(architecture: Architecture, parallel: Parallel) -> Architecture:
-    """As the ranks hold it: the embedding's and the head's rows padded to a multiple of the tensor parallel size."""
-    return replace(architecture, vocab_size=-(-architecture.vocab_size // parallel.tensor) * parallel.tensor)
+def share_out(architecture: Architecture, parallel: Parallel) -> Architecture:
+    """As the ranks hold it: `repeat_heads`, and the embedding's and the head's rows padded to a multiple of the tensor
+    parallel size."""
+    rows = -(-architecture.vocab_size // parallel.tensor) * parallel.tensor
+    return replace(repeat_heads(architecture, parallel), vocab_size=rows)
 
 
 def repeat_heads(architecture: Architecture, parallel: Parallel) -> Architecture:
-    """As the ranks hold it: with fewer key/value heads than ranks, several ranks have the same head."""
+    """With fewer key/value heads than ranks, several ranks have the same head."""
     heads = architecture.num_kv_heads
     if architecture.latent is not None or heads >= parallel.tensor or parallel.tensor % heads:
         return architecture

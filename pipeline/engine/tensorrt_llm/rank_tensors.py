@@ -12,7 +12,7 @@ from pipeline.checkpoint.layouts.scales import CACHE_SCALES, find_format
 from pipeline.checkpoint.tensors import DTYPES, RawTensor, TensorInfo
 from pipeline.engine.tensorrt_llm.rank_experts import fuse
 from pipeline.engine.tensorrt_llm.rank_linears import RankWeights, list_tensors
-from pipeline.engine.tensorrt_llm.rank_sizes import pad_vocabulary, repeat_heads
+from pipeline.engine.tensorrt_llm.rank_sizes import share_out
 from pipeline.engine.tensorrt_llm.repeated_heads import repeat_heads_of
 from pipeline.network.derived import Derived
 from pipeline.sharding import experts, layers, slice_source
@@ -39,7 +39,7 @@ def list_rank_tensors(
 ) -> dict[str, Derived]:
     """Name in the rank's file -> its bytes, made when asked for. `source` is what `check_support` let pass."""
     a, parallel = source.architecture, rank.parallel
-    shaped = pad_vocabulary(repeat_heads(a, parallel), parallel)
+    shaped = share_out(a, parallel)
     sliced = slice_source(_Layers(repeat_heads_of(source, a, shaped.num_kv_heads)), shaped, rank)
     weights = RankWeights(source=sliced, dtype=dtype, quantization=quantization, sm=sm)
     first, last = layers(a, rank)

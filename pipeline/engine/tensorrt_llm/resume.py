@@ -15,11 +15,10 @@ from pipeline.engine.tensorrt_llm.job import (
     name_job,
     read_json,
     read_request,
-    tensorrt_series,
 )
 from pipeline.engine.tensorrt_llm.options import PLUGIN_CONFIG
 from pipeline.engine.tensorrt_llm.request import EngineRequest
-from pipeline.engine.tensorrt_llm.versions import judge
+from pipeline.engine.tensorrt_llm.versions import judge, load_releases
 from pipeline.errors import BuildError
 
 # Without these, config.json does not say what the engine is; its other keys are compared where they are there.
@@ -100,6 +99,6 @@ def _compare_receipt(receipt: Mapping[str, Any], request: EngineRequest, job: st
         yield f"it was built on SM{receipt.get('sm')!a}, asked for SM{request.sm} ({request.gpu})"
     if receipt.get("tensorrt_llm") != request.version:
         yield f"the receipt states TensorRT-LLM {receipt.get('tensorrt_llm')!a}, asked for {request.version}"
-    series, tensorrt = tensorrt_series(request.version), str(receipt.get("tensorrt"))
+    series, tensorrt = load_releases()[request.version].series, str(receipt.get("tensorrt"))
     if tensorrt != "unknown" and tensorrt != series and not tensorrt.startswith(f"{series}."):
         yield f"it was built with TensorRT {tensorrt!a}, and TensorRT-LLM {request.version} is of {series}"

@@ -7,7 +7,8 @@ from collections.abc import Callable
 from dataclasses import dataclass
 
 from pipeline.engine.tensorrt_llm.ask import Ask, StoredLinear
-from pipeline.engine.tensorrt_llm.rank_sizes import pad_vocabulary, repeat_heads
+from pipeline.engine.tensorrt_llm.mixed_gemm import DATACENTER_BLACKWELL
+from pipeline.engine.tensorrt_llm.rank_sizes import repeat_heads, share_out
 from pipeline.errors import CompatibilityError
 from pipeline.sharding.divisions import divisions, tell_undivided
 
@@ -17,7 +18,6 @@ RUN = ("LlamaForCausalLM", "Qwen2ForCausalLM", ROUTED)
 INTEGERS = ("int4", "int4_fp8", "int8", "int8_sq")
 GROUPED = ("int4", "int4_fp8")
 GROUP_SIZES = (64, 128)
-BLACKWELL = range(100, 120)
 NO_INTEGERS = "TensorRT-LLM's builder refuses from SM100 to SM119"
 W4A8_SMS = range(89, 100)
 
@@ -110,7 +110,7 @@ def _find_head(ask: Ask) -> str | None:
 
 def _find_blackwell(ask: Ask) -> str | None:
     found = sorted(ask.formats & {*INTEGERS})
-    if not found or ask.sm not in BLACKWELL:
+    if not found or ask.sm not in DATACENTER_BLACKWELL:
         return None
     return f"{', '.join(found)} on SM{ask.sm}: INT8 and INT4 are what {NO_INTEGERS}"
 
@@ -146,7 +146,7 @@ def _find_multiple(ask: Ask) -> str | None:
 
 
 def _find_undivided(ask: Ask) -> str | None:
-    shaped = pad_vocabulary(repeat_heads(ask.architecture, ask.parallel), ask.parallel)
+    shaped = share_out(ask.architecture, ask.parallel)
     return tell_undivided(ask.parallel, divisions(shaped))
 
 

@@ -32,6 +32,11 @@ class Release:
     cuda: str | None
     python: str | None
 
+    @property
+    def series(self) -> str:
+        """10.14.1 of TensorRT-LLM 1.2.1: what its requirement of TensorRT, ~=10.14.1, begins with."""
+        return (self.tensorrt or "").removeprefix("~=")
+
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Image:
