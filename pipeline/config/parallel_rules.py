@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from typing import TYPE_CHECKING
 
 from pipeline.checkpoint.layouts import list_kinds
@@ -37,20 +38,23 @@ def _find_few_layers(case: Case) -> str | None:
 
 
 def _find_uneven(case: Case) -> str | None:
-    return _find(case, divisions(_shape(case)))
+    """Hints at sizes that cut nothing either."""
+    return _find(case, divisions(_shape(case)), also=_stored(case))
 
 
 def _find_cut(case: Case) -> str | None:
     """Groups, blocks and pairs of the linears as they will be stored, where all else divides."""
-    if _find_uneven(case) is not None or (problem := _find(case, _stored(case))) is None:
+    even = divisions(_shape(case))
+    if _find(case, even) is not None or (problem := _find(case, _stored(case), also=even)) is None:
         return None
-    groups = [str(size) for size in GROUP_SIZES if _find(case, _stored(case, size)) is None]
+    groups = [str(size) for size in GROUP_SIZES if _find(case, _stored(case, size), also=even) is None]
     return f"{problem}; group sizes that would work: {', '.join(groups)}" if groups else problem
 
 
 def _stored(case: Case, largest: int = max(GROUP_SIZES)) -> list[Division]:
-    """What the model asks with its linears stored, in groups of `largest` at most."""
-    spreading, asked = Spreading(case.architecture), divisions(_shape(case))
+    """What the linears ask as they are stored, in groups of `largest` at most."""
+    asked: list[Division] = []
+    spreading = Spreading(case.architecture)
     for linear in case.chosen:
         if isinstance(linear.decision, Decision):
             group = min(linear.group or 0, largest)
@@ -63,10 +67,10 @@ def _stored(case: Case, largest: int = max(GROUP_SIZES)) -> list[Division]:
     return asked
 
 
-def _find(case: Case, asked: list[Division]) -> str | None:
+def _find(case: Case, asked: list[Division], also: Sequence[Division] = ()) -> str | None:
     if case.parallel.tensor % case.parallel.expert:
         return None  # said already
-    return tell_undivided(case.parallel.sizes, asked)
+    return tell_undivided(case.parallel.sizes, asked, also)
 
 
 def _shape(case: Case) -> Architecture:

@@ -93,12 +93,13 @@ def hint_at_sizes(parallel: Parallel, setting: str, asked: Sequence[Division]) -
     return f"{hint}; together: {', '.join(f'{{tensor: {each.tensor}, expert: {each.expert}}}' for each in pairs)}"
 
 
-def tell_undivided(parallel: Parallel, asked: Sequence[Division]) -> str | None:
-    """The first division that does not hold, and the sizes that would work; None where all hold."""
+def tell_undivided(parallel: Parallel, asked: Sequence[Division], also: Sequence[Division] = ()) -> str | None:
+    """The first division that does not hold, and the sizes that would work; None where all hold. also: what those sizes
+    must divide besides."""
     broken = find_undivided(parallel, asked)
     if broken is None:
         return None
-    return f"{broken.describe(parallel)}; {hint_at_sizes(parallel, broken.setting, asked)}"
+    return f"{broken.describe(parallel)}; {hint_at_sizes(parallel, broken.setting, [*asked, *also])}"
 
 
 def _tensor_sizes(asked: Sequence[Division]) -> range:

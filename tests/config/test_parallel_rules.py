@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 from typing import Any
 
 import pytest
@@ -135,6 +136,24 @@ def test_parallel_sizes(rule: str, model: Any, settings: Any, broken: Any, kept:
     assert found is not None and message in found
     for each in PARALLEL_RULES:
         assert each.find(make_case({**settings, "target.parallel": kept}, model)) is None
+
+
+@pytest.mark.parametrize("asked", [{"tensor": 3}, {"tensor": 32, "expert": 2}, {"tensor": 64, "expert": 64}])
+def test_sizes_that_would_work_do(asked: dict[str, int]) -> None:
+    """Heads decide that `asked` does not work, and groups of 128 of the experts' 1408 columns which sizes do."""
+    settings = {**RTN, "stages.quantize.include": ("experts",)}
+    message = find("ranks_are_even", make_case({**settings, "target.parallel": asked}, V2_LITE))
+    assert message is not None and "attention heads" in message
+    alone = re.search(r"tensor sizes that would work: ([\d, ]+)", message)
+    hinted = [{**asked, "tensor": int(size)} for size in alone[1].split(", ")] if alone else []
+    hinted += [
+        {"tensor": int(tensor), "expert": int(expert)}
+        for tensor, expert in re.findall(r"\{tensor: (\d+), expert: (\d+)\}", message)
+    ]
+    assert hinted
+    for sizes in hinted:
+        case = make_case({**settings, "target.parallel": sizes}, V2_LITE)
+        assert [rule.name for rule in PARALLEL_RULES if rule.find(case) is not None] == [], sizes
 
 
 def test_every_rule_has_a_test() -> None:
