@@ -3,30 +3,11 @@
 from __future__ import annotations
 
 import threading
-from bisect import bisect_left
 from collections.abc import Callable
-from dataclasses import dataclass, field
 
 from pipeline.runtime.request import Priority
 
 Labels = tuple[tuple[str, str], ...]
-SECONDS = (0.001, 0.0025, 0.005, 0.01, 0.025, 0.05, 0.1, 0.25, 0.5, 1.0, 2.5, 5.0, 10.0, 30.0, 60.0)
-
-
-@dataclass(slots=True)
-class Histogram:
-    """counts[i]: values up to bounds[i]; the last one of counts: those above all bounds."""
-
-    bounds: tuple[float, ...] = SECONDS
-    counts: list[int] = field(default_factory=list)
-    total: float = 0.0
-
-    def __post_init__(self) -> None:
-        self.counts = self.counts or [0] * (len(self.bounds) + 1)
-
-    def observe(self, value: float) -> None:
-        self.counts[bisect_left(self.bounds, value)] += 1
-        self.total += value
 
 
 # Gauge of Statistics -> family, label, value of the label. The first nine are TensorRT-LLM's own.
@@ -73,13 +54,12 @@ HISTOGRAMS = {
 
 
 class Statistics:
-    """Gauges by the names in GAUGES; histograms by those in HISTOGRAMS, one per priority class. `on_observation`, where
-    set, is called with the name, the class and the seconds of each observation, on the executor's thread."""
+    """Gauges by the names in GAUGES. `on_observation`, where set, is called with the name (of HISTOGRAMS), the priority
+    class and the seconds of each observation, on the executor's thread: the histograms themselves are the server's."""
 
     def __init__(self) -> None:
         self._lock = threading.Lock()
         self._gauges: dict[str, float] = dict.fromkeys(GAUGES, 0)
-        self._histograms = {(name, priority): Histogram() for name in HISTOGRAMS for priority in Priority}
         self.on_observation: Callable[[str, Priority, float], None] | None = None
 
     def set(self, **values: float) -> None:
@@ -92,8 +72,6 @@ class Statistics:
                 self._gauges[name] += amount
 
     def observe(self, name: str, priority: Priority, seconds: float) -> None:
-        with self._lock:
-            self._histograms[name, priority].observe(seconds)
         if self.on_observation is not None:
             self.on_observation(name, priority, seconds)
 
@@ -101,12 +79,6 @@ class Statistics:
         """Every gauge, at one moment."""
         with self._lock:
             return dict(self._gauges)
-
-    def read_histogram(self, name: str, priority: Priority) -> Histogram:
-        """A copy."""
-        with self._lock:
-            histogram = self._histograms[name, priority]
-            return Histogram(histogram.bounds, list(histogram.counts), histogram.total)
 
     def metrics(self) -> list[tuple[str, Labels, float]]:
         """Gauges as (family, labels, value), ready for an exporter."""

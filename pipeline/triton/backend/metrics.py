@@ -6,11 +6,13 @@ import queue
 from typing import TYPE_CHECKING, Any
 
 from pipeline.runtime.request import Priority
-from pipeline.runtime.statistics import HISTOGRAMS, SECONDS
+from pipeline.runtime.statistics import HISTOGRAMS
 
 if TYPE_CHECKING:
     from pipeline.runtime.statistics import Labels, Statistics
 
+# Upper bounds of the histograms' buckets.
+SECONDS = (0.001, 0.0025, 0.005, 0.01, 0.025, 0.05, 0.1, 0.25, 0.5, 1.0, 2.5, 5.0, 10.0, 30.0, 60.0)
 # Families that only ever grow; the others go up and down.
 COUNTERS = frozenset({"nv_trt_llm_prefix_cache_metrics", "nv_trt_llm_token_metrics", "nv_trt_llm_request_events"})
 HELP = {
