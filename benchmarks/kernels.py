@@ -13,6 +13,7 @@ from __future__ import annotations
 import time
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass, replace
+from functools import partial
 
 import torch
 
@@ -150,8 +151,8 @@ def measure_kernels(sm: int, deadline: float) -> Iterator[Row]:
         error = compare(operation, inputs, start)
         outputs = make_outputs(operation, inputs)
         start(operation, inputs, outputs)
-        fused = time_run(lambda: timed(operation, inputs, outputs))  # noqa: B023 (run at once)
-        unfused = time_run(lambda: operation.compute(*inputs))  # noqa: B023
+        fused = time_run(partial(timed, operation, inputs, outputs))
+        unfused = time_run(partial(operation.compute, *inputs))
         floor = count_bytes(operation, inputs, STEPS[row.step]) / bandwidth
         if isinstance(operation, MoeExperts):
             floor = max(floor, expert_inputs.count_operations(operation, inputs) / products)

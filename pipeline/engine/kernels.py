@@ -38,7 +38,7 @@ def plan_workspace(
     moe: str,
     exchanged: int = 1,
     fp8: bool = False,
-    lowering: Lowering = Lowering(),  # noqa: B008 (frozen)
+    lowering: Lowering = Lowering(),
 ) -> Workspace:
     """The workspace that an engine will state for this profile, and what it is made of. exchanged: how many GPUs send
     their rows to the routed experts here, each at worst all of them. fp8: linears are in FP8 blocks, each of which is

@@ -68,9 +68,9 @@ def plan_memory(
     rules: Rules = NOTHING,
     fp8: bool = False,
     moe: str = "dense",
-    lowering: Lowering = Lowering(),  # noqa: B008 (frozen)
+    lowering: Lowering = Lowering(),
     kv_cache: str = "model",
-    parallel: Parallel = Parallel(),  # noqa: B008 (frozen)
+    parallel: Parallel = Parallel(),
 ) -> MemoryPlan:
     """What an engine of these limits needs; of several ranks, the one with the heaviest layers. dtype: of 16/32-bit
     weights and activations, and of the KV cache if kv_cache is "model"; else that is "fp8" or "int8". fp8: linears stay
@@ -99,9 +99,9 @@ def fit_batches(
     rules: Rules = NOTHING,
     fp8: bool = False,
     moe: str = "dense",
-    lowering: Lowering = Lowering(),  # noqa: B008 (frozen)
+    lowering: Lowering = Lowering(),
     kv_cache: str = "model",
-    parallel: Parallel = Parallel(),  # noqa: B008 (frozen)
+    parallel: Parallel = Parallel(),
 ) -> tuple[Fit, ...]:
     """The largest batch for each length from 1K doubling up to max_seq_len, if the engine were built for just that.
 

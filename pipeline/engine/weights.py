@@ -31,7 +31,7 @@ def estimate_weights(
     max_seq_len: int,
     rules: Rules = NOTHING,
     fp8: bool = False,
-    rank: Rank = Rank(),  # noqa: B008 (frozen)
+    rank: Rank = Rank(),
 ) -> int:
     """Bytes of weights that the engine file will state, RoPE's tables among them, of one rank."""
     e, spreading = MODEL_DTYPE_BYTES[dtype], Spreading(architecture)

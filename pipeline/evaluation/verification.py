@@ -100,7 +100,7 @@ def verify(
     settings: Verify,
     progress: Progress,
     *,
-    parallel: Parallel = Parallel(),  # noqa: B008 (frozen)
+    parallel: Parallel = Parallel(),
     folder: Path | None = None,
 ) -> Verification:
     """Runs the proofs. `quantized` is None where nothing was; then the converted checkpoint is what is built, for the

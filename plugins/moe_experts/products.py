@@ -41,7 +41,8 @@ class Product:
         if self.storage == INT4:
             return experts, self.out // 2, self.inner
         if self.storage == FP8_BLOCKS:
-            return experts, *(divide_up(size, BLOCK) * BLOCK for size in (self.out, self.inner))  # type: ignore[return-value]
+            _, rows, columns = self.scale_shape(experts)
+            return experts, rows * BLOCK, columns * BLOCK
         return experts, self.out, self.inner
 
     def weight_type(self) -> str:

@@ -49,7 +49,7 @@ def _strip(
     model: models.Model,
     visit: Visitor | None = None,
     source: object = None,
-    rank: Rank = Rank(),  # noqa: B008
+    rank: Rank = Rank(),
 ) -> Network:
     import tensorrt_rtx as trt
 
