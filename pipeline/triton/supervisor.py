@@ -91,7 +91,8 @@ class Supervisor:
         self._stopping.set()
 
     def close(self) -> None:
-        """Refuses new requests, lets those in flight end, and ends the server."""
+        """Refuses new requests over HTTP, lets those in flight end, and ends the server; what comes over gRPC meanwhile
+        counts as in flight, until the grace is over."""
         self.ready = False
         self.gate.draining = True
         began = time.monotonic()
