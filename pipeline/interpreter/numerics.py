@@ -4,13 +4,15 @@
 implementation in fp32 is the order of sums; and that order is the same in any company, so that a sequence's values do
 not depend, to the last bit, on the batch, the chunks or the padding it runs in. `declared`: every tensor is rounded to
 the type the network declares for it, as TensorRT's strong typing does; sums still accumulate in fp32, as its kernels
-do. `fast`: 16-bit floats are all bf16, the one that x86 multiplies fast; kernels are chosen by the number of rows;
-what a fused kernel keeps wider than declared stays so, and attention may round scores and probabilities to bf16, as
-transformers' eager attention does. Integers, booleans and quantized types are the same in all.
+do. `fast`: 16-bit floats are all bf16 where the processor multiplies it fast, and fp32 elsewhere; kernels are chosen by
+the number of rows; what a fused kernel keeps wider than declared stays so, and attention may round scores and
+probabilities to bf16, as transformers' eager attention does. Integers, booleans and quantized types are the same in
+all.
 """
 
 from __future__ import annotations
 
+import functools
 from dataclasses import dataclass
 from typing import Literal, get_args
 
@@ -59,6 +61,19 @@ class Numerics:
         """The torch type of a tensor that the network declares as `declared`."""
         if self.mode == "exact" and declared in FLOATS:
             return torch.float32
-        if self.mode == "fast" and declared == "float16":
-            return torch.bfloat16
+        if self.mode == "fast" and declared in FLOATS:
+            return multiplied_as(HELD_AS["bfloat16" if declared == "float16" else declared])
         return HELD_AS[declared]
+
+
+def multiplied_as(held: torch.dtype) -> torch.dtype:
+    """The type that factors of this type are widened to, which is exact, where this processor multiplies fp32 several
+    times as fast: fp16 on any x86, bf16 where there is neither AVX-512 nor an instruction of its own for it (AVX2)."""
+    if held is torch.float16 or (held is torch.bfloat16 and not _multiplies_bf16()):
+        return torch.float32
+    return held
+
+
+@functools.cache
+def _multiplies_bf16() -> bool:
+    return bool(torch.ops.mkldnn._is_mkldnn_bf16_supported())

@@ -18,14 +18,18 @@ def afresh() -> Iterator[None]:
     native.load_functions.cache_clear()
 
 
-@pytest.fixture(params=["torch", "native"])
+def load(variant: str) -> native.Functions:
+    """In C: with bf16 products, or in fp32 as on most processors."""
+    functions = native.load_functions(*(["-DPORTABLE"] if variant == "fp32" else []))
+    assert functions is not None, "no C compiler with OpenMP"
+    if variant == "bf16" and functions.takes is not torch.bfloat16:
+        pytest.skip("no AVX-512 bf16")
+    return functions
+
+
+@pytest.fixture(params=["torch", "bf16", "fp32"])
 def kernel(request: pytest.FixtureRequest) -> kernels.PackedKernel:
-    if request.param == "torch":
-        return kernels.TORCH
-    functions = native.load_functions()
-    if functions is None:
-        pytest.skip("no compiler, or no AVX-512 bf16")
-    return kernels._native("int4", functions.int4_linear)
+    return kernels.TORCH if request.param == "torch" else kernels.native_kernel("int4", load(request.param))
 
 
 def draw(width: int, columns: int, group: int) -> tuple[torch.Tensor, torch.Tensor]:
@@ -67,12 +71,9 @@ def test_parts_and_threads_change_nothing(kernel: kernels.PackedKernel, monkeypa
     assert torch.equal(multiply(x[::2, :256], packed, factors), expected)
 
 
-@pytest.fixture
-def wide_kernel() -> kernels.PackedKernel:
-    found = kernels.pick_kernel("int8", 64, 16)
-    if found is None:
-        pytest.skip("no compiler, or no AVX-512 bf16")
-    return found
+@pytest.fixture(params=["bf16", "fp32"])
+def wide_kernel(request: pytest.FixtureRequest) -> kernels.PackedKernel:
+    return kernels.native_kernel("int8", load(request.param))
 
 
 @pytest.mark.parametrize(("width", "columns"), [(8, 16), (264, 48), (512, 80)])

@@ -1,7 +1,8 @@
-"""Kernels in C for decoding, where torch has none as fast: INT4 or INT8 weights times few bf16 rows, and the RMS norm.
+"""Kernels in C for decoding, where torch has none as fast: INT4 or INT8 weights times few rows, and the RMS norm.
 
-Compiled in a second when first asked for, by the machine's own compiler, for processors with AVX-512 bf16. Where either
-is missing, torch's kernels run: more slowly, within the same roundings.
+Compiled in a second when first asked for, by the machine's own compiler and for its processor: with bf16 products where
+it has them (AVX-512 bf16), else in fp32. Without a compiler torch's kernels run: more slowly, within the same
+roundings.
 """
 
 from __future__ import annotations
@@ -15,9 +16,13 @@ import tempfile
 from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
+from typing import TYPE_CHECKING
+
+if TYPE_CHECKING:
+    import torch
 
 SOURCES = tuple(Path(__file__).with_name(name) for name in ("linear.c", "norm.c"))
-FLAGS = ("-O3", "-march=x86-64-v4", "-mavx512bf16", "-fopenmp", "-shared", "-fPIC")
+FLAGS = ("-O3", "-march=native", "-fopenmp", "-shared", "-fPIC")
 SECONDS = 60
 _POINTER, _FLOAT, _INT, _LONG = ctypes.c_void_p, ctypes.c_float, ctypes.c_int, ctypes.c_long
 
@@ -26,33 +31,41 @@ Function = Callable[..., None]
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Functions:
-    """Those of the C files, by name; pointers are passed as integers."""
+    """Those of the C files, by name; pointers are passed as integers. takes: the type of a linear's rows. rms_norm: by
+    the type of its rows."""
 
     int4_linear: Function
     int8_linear: Function
-    rms_norm: Function
+    rms_norm: dict[torch.dtype, Function]
+    takes: torch.dtype
 
 
 @functools.cache
-def load_functions() -> Functions | None:
-    """None where they cannot be compiled or run here."""
+def load_functions(*options: str) -> Functions | None:
+    """None where they cannot be compiled here. `options`: more of the compiler's (-DPORTABLE: fp32 products, which is
+    what most processors run, also where there are bf16 ones)."""
     import torch
 
     compiler = shutil.which(os.environ.get("CC", "gcc"))
-    if compiler is None or not torch.cpu._is_avx512_bf16_supported():
+    if compiler is None:
         return None
     with tempfile.TemporaryDirectory() as folder:
         library = Path(folder) / "kernels.so"
-        command = [compiler, *FLAGS, "-o", str(library), *map(str, SOURCES), "-lm"]
+        command = [compiler, *FLAGS, *options, "-o", str(library), *map(str, SOURCES), "-lm"]
         try:
             subprocess.run(command, check=True, capture_output=True, timeout=SECONDS)
             loaded = ctypes.CDLL(str(library))
         except (OSError, subprocess.SubprocessError):
             return None  # another compiler, or no OpenMP
-    linears, norm = (loaded.int4_linear, loaded.int8_linear), loaded.rms_norm
+    linears, norms = (loaded.int4_linear, loaded.int8_linear), (loaded.rms_norm_bf16, loaded.rms_norm_fp32)
     for function in linears:
-        function.argtypes = [*[_POINTER] * 4, _INT, *[_LONG] * 4, _INT]
-    norm.argtypes = [*[_POINTER] * 3, _FLOAT, *[_LONG] * 2]
-    for function in (*linears, norm):
-        function.restype = None
-    return Functions(int4_linear=linears[0], int8_linear=linears[1], rms_norm=norm)
+        function.argtypes, function.restype = [*[_POINTER] * 4, _INT, *[_LONG] * 4, _INT], None
+    for function in norms:
+        function.argtypes, function.restype = [*[_POINTER] * 3, _FLOAT, *[_LONG] * 2], None
+    takes = torch.bfloat16 if _INT.in_dll(loaded, "takes_bf16").value else torch.float32
+    return Functions(
+        int4_linear=linears[0],
+        int8_linear=linears[1],
+        rms_norm=dict(zip((torch.bfloat16, torch.float32), norms, strict=True)),
+        takes=takes,
+    )

@@ -7,6 +7,7 @@ from collections.abc import Callable, Sequence
 import torch
 from torch import Tensor
 
+from pipeline.interpreter.numerics import multiplied_as
 from pipeline.interpreter.operations.fused import compile_gate
 from pipeline.interpreter.operations.packed import pick_kernel
 from pipeline.interpreter.operations.products import fill_rows, round_steps
@@ -74,7 +75,7 @@ def _compile_expert(site: Site, index: int) -> Expert:
 
 def _compile_product(site: Site, index: int, packed: int, transposed: bool) -> Product:
     held = site.numerics.held(site.attribute("type"))
-    inner = torch.float32 if held is torch.float16 else held
+    inner = multiplied_as(held)
     weight = _compile_weight(site, index, inner)
 
     def product(x: Tensor, expert: int) -> Tensor:

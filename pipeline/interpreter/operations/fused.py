@@ -7,6 +7,7 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from pipeline.interpreter.native import Function, load_functions
+from pipeline.interpreter.numerics import multiplied_as
 from pipeline.interpreter.operations.arithmetic import compile_sigmoid
 from pipeline.interpreter.operations.attention import cache_rows, mask_bias, write_rows
 from pipeline.interpreter.operations.movement import select_rows
@@ -100,8 +101,7 @@ def _compile_attend_exact(site: Site) -> Kernel:
 
 
 def _attention_type(site: Site) -> torch.dtype:
-    """fp16 is computed in fp32: torch's fp16 kernel is several times slower on x86."""
-    return torch.float32 if site.held() is torch.float16 else site.held()
+    return multiplied_as(site.held())
 
 
 def compile_page_rows(site: Site) -> Kernel:
@@ -140,16 +140,18 @@ def compile_rms_norm(site: Site) -> Kernel:
 
     if site.numerics.mode != "fast" or width < 1:
         return norm
-    functions = load_functions() if normal is torch.bfloat16 else None
-    return norm_fast if functions is None else _compile_native_norm(site, functions.rms_norm, norm_fast)
+    functions = load_functions()
+    if functions is None or normal not in functions.rms_norm:
+        return norm_fast
+    return _compile_native_norm(site, functions.rms_norm[normal], normal, norm_fast)
 
 
-def _compile_native_norm(site: Site, rms_norm: Function, general: Kernel) -> Kernel:
-    """`general`, where bf16 rows are few enough for one thread."""
+def _compile_native_norm(site: Site, rms_norm: Function, normal: torch.dtype, general: Kernel) -> Kernel:
+    """`general`, except where the rows are few enough for one thread."""
     width = site.spec(0).shape[-1]
 
     def norm(x: Tensor, weight: Tensor, eps: Tensor) -> Tensor:
-        if x.numel() > MOST_NORMED or x.dtype is not torch.bfloat16 or weight.dtype is not torch.bfloat16:
+        if x.numel() > MOST_NORMED or x.dtype is not normal or weight.dtype is not normal:
             result: Tensor = general(x, weight, eps)
             return result
         x, weight = x.contiguous(), weight.contiguous()

@@ -10,6 +10,7 @@ from typing import cast
 import torch
 from torch import Tensor
 
+from pipeline.interpreter.numerics import multiplied_as
 from pipeline.interpreter.operations.packed import pick_kernel
 from pipeline.interpreter.operations.products import compile_matrix_multiply, steady_rows
 from pipeline.interpreter.operations.site import Kernel, Site
@@ -21,16 +22,16 @@ def compile_linear(site: Site) -> Kernel:
 
 def _compile_kept(site: Site) -> Kernel:
     """x @ W for a constant W, packed once in the blocked layout that oneDNN's kernels read (twice as fast here as a
-    plain weight for one row, and never slower). fp16 has no such kernel on x86: it is held and computed in fp32."""
+    plain weight for one row, and never slower)."""
     held, transposed = site.held(), site.attribute("op1") == "transpose"
     weight, general = site.constant(1), compile_matrix_multiply(site)
     if weight is None:  # too large to keep: it is made at each step, of a stack of experts one at a time
         parts = site.parts(1)
         return general if parts is None else _compile_stack(general, *parts)
-    inner = torch.float32 if held is torch.float16 else held
+    inner = multiplied_as(held)
     rows = weight if transposed else weight.transpose(-1, -2)
     nbytes = weight.numel() * inner.itemsize
-    if weight.dim() == 2 and torch.ops.mkldnn._is_mkldnn_bf16_supported():
+    if weight.dim() == 2:
         pack = torch.ops.mkldnn._reorder_linear_weight
         packed = site.prepare(1, f"packed {transposed}", nbytes, lambda: pack(rows.to(inner).contiguous()))
         multiply = torch.ops.mkldnn._linear_pointwise.default

@@ -13,7 +13,7 @@ from typing import cast
 import torch
 from torch import Tensor
 
-from pipeline.interpreter.native import Function, load_functions
+from pipeline.interpreter.native import Functions, load_functions
 
 GROUPS, COLUMNS = (32, 64, 128, 256), 16  # what both INT4 kernels take; columns in multiples
 WIDTH = 8  # … and inputs of the INT8 kernel
@@ -27,7 +27,7 @@ Multiply = Callable[[Tensor, Tensor, Tensor], Tensor]
 class PackedKernel:
     """most_rows: up to which it beats a product with weights dequantized before (it unpacks anew for every few rows).
     bits: of a weight. pack: values [in, out] → as the kernel reads them; scale: [in / group, out] → the same.
-    multiply(group, held): the product, in the type `held`; rows are taken as bf16, sums are fp32."""
+    multiply(group, held): the product, in the type `held`; rows are taken as bf16 or fp32, sums are fp32."""
 
     name: str
     bits: int
@@ -43,10 +43,10 @@ def pick_kernel(dtype: str, group: int, columns: int) -> PackedKernel | None:
     if columns % COLUMNS:
         return None
     if dtype == "int8":
-        return None if functions is None or group % WIDTH else _native("int8", functions.int8_linear)
+        return None if functions is None or group % WIDTH else native_kernel("int8", functions)
     if group not in GROUPS:
         return None
-    return TORCH if functions is None else _native("int4", functions.int4_linear)
+    return TORCH if functions is None else native_kernel("int4", functions)
 
 
 def _torch_pack(values: Tensor) -> Tensor:
@@ -67,12 +67,16 @@ def _torch_multiply(group: int, held: torch.dtype) -> Multiply:
 TORCH = PackedKernel(name="torch", bits=4, most_rows=8, pack=_torch_pack, scale=_torch_scale, multiply=_torch_multiply)
 
 
-def _native(dtype: str, function: Function) -> PackedKernel:
+def native_kernel(dtype: str, functions: Functions) -> PackedKernel:
+    is_int4 = dtype == "int4"
+    function = functions.int4_linear if is_int4 else functions.int8_linear
+    together = 2 if functions.takes is torch.bfloat16 else 4
+
     def multiply(group: int, held: torch.dtype) -> Multiply:
         made = torch.bfloat16 if held is torch.bfloat16 else torch.float32
 
         def run(x: Tensor, packed: Tensor, scales: Tensor) -> Tensor:
-            x = x.to(torch.bfloat16).contiguous()
+            x = x.to(functions.takes).contiguous()
             (rows, width), columns = x.shape, scales.shape[0] * COLUMNS
             y = torch.empty(rows, columns, dtype=made)
             threads = torch.get_num_threads() if rows * width * columns >= FEWEST_SHARED else 1
@@ -92,9 +96,13 @@ def _native(dtype: str, function: Function) -> PackedKernel:
 
         return run
 
-    bits, most_rows, pack = LAYOUTS[dtype]
     return PackedKernel(
-        name="native", bits=bits, most_rows=most_rows, pack=pack, scale=_native_scale, multiply=multiply
+        name="native",
+        bits=4 if is_int4 else 8,
+        most_rows=32 if is_int4 else 8,
+        pack=_pack_int4 if is_int4 else lambda values: _pack_int8(values, together),
+        scale=_native_scale,
+        multiply=multiply,
     )
 
 
@@ -106,14 +114,9 @@ def _pack_int4(values: Tensor) -> Tensor:
     return words.to(torch.int16).contiguous()  # the lower 16 bits
 
 
-def _pack_int8(values: Tensor) -> Tensor:
-    """[out / 16, in / 2, 16, 2] bytes."""
-    width, columns = values.shape
-    return values.t().reshape(columns // COLUMNS, COLUMNS, width // 2, 2).transpose(1, 2).contiguous()
-
-
-# Of the native kernels: bits, most_rows, pack.
-LAYOUTS = {"int4": (4, 32, _pack_int4), "int8": (8, 8, _pack_int8)}
+def _pack_int8(values: Tensor, together: int) -> Tensor:
+    """[out / 16, in / together, 16, together] bytes."""
+    return values.t().reshape(values.shape[1] // COLUMNS, COLUMNS, -1, together).transpose(1, 2).contiguous()
 
 
 def _native_scale(scales: Tensor) -> Tensor:

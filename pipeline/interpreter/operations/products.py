@@ -8,6 +8,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
+from pipeline.interpreter.numerics import multiplied_as
 from pipeline.interpreter.operations.site import Kernel, Site
 
 FP8_MAX = 448.0  # the largest finite E4M3 value
@@ -20,18 +21,17 @@ ROWS = 8
 def compile_matrix_multiply(site: Site) -> Kernel:
     """Sums accumulate in fp32 and are rounded once to the declared type.
 
-    torch's bf16 kernels do that; its fp16 product on x86 is a scalar loop, so fp16 is widened, which is exact.
+    torch's kernels do that; those types that it multiplies slowly are widened before.
     """
     transpose = {"none": False, "transpose": True}
     flip_a, flip_b = site.choose("op0", transpose), site.choose("op1", transpose)
     held = site.held()
+    inner = multiplied_as(held)
 
     def multiply(a: Tensor, b: Tensor) -> Tensor:
         a = a.transpose(-1, -2) if flip_a else a
         b = b.transpose(-1, -2) if flip_b else b
-        if held is torch.float16:
-            return torch.matmul(a.float(), b.float()).to(held)
-        return torch.matmul(a, b)
+        return torch.matmul(a, b) if inner is held else torch.matmul(a.to(inner), b.to(inner)).to(held)
 
     return steady_rows(site, multiply)
 
