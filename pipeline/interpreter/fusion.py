@@ -43,7 +43,10 @@ FAST_RULES: tuple[Rule, ...] = (
 )
 
 
+LAST_FAST_RULES: tuple[Rule, ...] = (attention.attend_in_place,)  # on what the others made
+
+
 def fuse(graph: Graph, numerics: Numerics) -> Graph:
-    for rule in (*FAST_RULES, *RULES) if numerics.mode == "fast" else RULES:
+    for rule in (*FAST_RULES, *RULES, *LAST_FAST_RULES) if numerics.mode == "fast" else RULES:
         graph = rewrite(graph, rule)
     return graph

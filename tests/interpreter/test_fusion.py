@@ -60,6 +60,7 @@ def test_fast_mode_does_in_one_what_shares_an_input(programs: dict[str, Program]
     assert [found[kind] for kind in ("linears_packed", "linear_packed", "linear")] == [3, 2 * 3, 3 + 1]  # qkv is 16-bit
     scaled = kinds(programs["llama_int4"], "fast")  # each linear scales its own input
     assert [scaled[kind] for kind in ("linears_packed", "linear_packed")] == [0, 4 * 3]
+    assert [found[kind] for kind in ("attend_pages", "attend", "gather_pages", "page_rows")] == [3, 0, 0, 1]
     assert kinds(programs["deepseek_v2_int4"], "fast")["rotate_heads"] == 0  # q and k are no slices of one tensor
 
 

@@ -1,4 +1,5 @@
-"""Kernels in C for decoding, where torch has none as fast: INT4 or INT8 weights times few rows, and the RMS norm.
+"""Kernels in C for decoding, where torch has none as fast: INT4 or INT8 weights times few rows, the RMS norm, and
+attention over the blocks of the cache.
 
 Compiled in a second when first asked for, by the machine's own compiler and for its processor: with bf16 products where
 it has them (AVX-512 bf16), else in fp32. Without a compiler torch's kernels run: more slowly, within the same
@@ -21,7 +22,7 @@ from typing import TYPE_CHECKING
 if TYPE_CHECKING:
     import torch
 
-SOURCES = tuple(Path(__file__).with_name(name) for name in ("linear.c", "norm.c"))
+SOURCES = tuple(Path(__file__).with_name(name) for name in ("linear.c", "norm.c", "attention.c"))
 FLAGS = ("-O3", "-march=native", "-fopenmp", "-shared", "-fPIC")
 SECONDS = 60
 _POINTER, _FLOAT, _INT, _LONG = ctypes.c_void_p, ctypes.c_float, ctypes.c_int, ctypes.c_long
@@ -31,12 +32,12 @@ Function = Callable[..., None]
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Functions:
-    """Those of the C files, by name; pointers are passed as integers. takes: the type of a linear's rows. rms_norm: by
-    the type of its rows."""
+    """Those of the C files, by name; pointers are passed as integers. takes: the type of a linear's rows."""
 
     int4_linear: Function
     int8_linear: Function
-    rms_norm: dict[torch.dtype, Function]
+    rms_norm: Function
+    attend_pages: Function
     takes: torch.dtype
 
 
@@ -57,15 +58,14 @@ def load_functions(*options: str) -> Functions | None:
             loaded = ctypes.CDLL(str(library))
         except (OSError, subprocess.SubprocessError):
             return None  # another compiler, or no OpenMP
-    linears, norms = (loaded.int4_linear, loaded.int8_linear), (loaded.rms_norm_bf16, loaded.rms_norm_fp32)
-    for function in linears:
-        function.argtypes, function.restype = [*[_POINTER] * 4, _INT, *[_LONG] * 4, _INT], None
-    for function in norms:
-        function.argtypes, function.restype = [*[_POINTER] * 3, _FLOAT, *[_LONG] * 2], None
+    arguments = {
+        "int4_linear": [*[_POINTER] * 4, _INT, *[_LONG] * 4, _INT],
+        "int8_linear": [*[_POINTER] * 4, _INT, *[_LONG] * 4, _INT],
+        "rms_norm": [_INT, *[_POINTER] * 3, _FLOAT, *[_LONG] * 2],
+        "attend_pages": [_INT, *[_POINTER] * 7, *[_LONG] * 7, _INT],
+    }
+    functions = {name: getattr(loaded, name) for name in arguments}
+    for name, function in functions.items():
+        function.argtypes, function.restype = arguments[name], None
     takes = torch.bfloat16 if _INT.in_dll(loaded, "takes_bf16").value else torch.float32
-    return Functions(
-        int4_linear=linears[0],
-        int8_linear=linears[1],
-        rms_norm=dict(zip((torch.bfloat16, torch.float32), norms, strict=True)),
-        takes=takes,
-    )
+    return Functions(**functions, takes=takes)

@@ -129,13 +129,7 @@ INLINE void linear(const int bits, const input *x, const uint8_t *weights, const
             else
                 any_block(8, count, x + first * in, in, column, scales + n * groups * 16, groups, sums);
             for (int m = 0; m < count; m++)
-                for (int i = 0; i < 16; i++) {
-                    const long place = (first + m) * out + 16 * n + i;
-                    if (wide)
-                        ((float *)y)[place] = sums[16 * m + i];
-                    else
-                        ((uint16_t *)y)[place] = to_bf16(sums[16 * m + i]);
-                }
+                for (int i = 0; i < 16; i++) put(!wide, y, (first + m) * out + 16 * n + i, sums[16 * m + i]);
         }
     }
 }

@@ -4,17 +4,20 @@
 
 #include "vectors.h"
 
-#define NORM(name, type, widen, narrow)                                                             \
-    void name(const type *x, const type *weight, type *y, float eps, long rows, long width) {       \
-        for (long row = 0; row < rows; row++, x += width, y += width) {                             \
-            float sum = 0;                                                                          \
-            _Pragma("omp simd reduction(+ : sum)") for (long k = 0; k < width; k++)                 \
-                sum += widen(x[k]) * widen(x[k]);                                                   \
-            const float factor = 1.0f / sqrtf(sum / (float)width + eps);                            \
-            for (long k = 0; k < width; k++)                                                        \
-                y[k] = narrow(widen(narrow(widen(x[k]) * factor)) * widen(weight[k]));              \
-        }                                                                                           \
+INLINE void norm(const int bf16, const void *x, const void *weight, void *y, float eps, long rows, long width) {
+    for (long first = 0; first < rows * width; first += width) {
+        float sum = 0;
+#pragma omp simd reduction(+ : sum)
+        for (long k = 0; k < width; k++) sum += get(bf16, x, first + k) * get(bf16, x, first + k);
+        const float factor = 1.0f / sqrtf(sum / (float)width + eps);
+        for (long k = 0; k < width; k++)
+            put(bf16, y, first + k, as(bf16, get(bf16, x, first + k) * factor) * get(bf16, weight, k));
     }
-#define SAME(value) (value)
-NORM(rms_norm_bf16, uint16_t, from_bf16, to_bf16)
-NORM(rms_norm_fp32, float, SAME, SAME)
+}
+
+void rms_norm(int bf16, const void *x, const void *weight, void *y, float eps, long rows, long width) {
+    if (bf16)
+        norm(1, x, weight, y, eps, rows, width);
+    else
+        norm(0, x, weight, y, eps, rows, width);
+}

@@ -48,3 +48,17 @@ INLINE uint16_t to_bf16(float value) {
     memcpy(&bits, &value, sizeof bits);
     return (uint16_t)(value == value ? (bits + 0x7fff + (bits >> 16 & 1)) >> 16 : bits >> 16 | 0x40);
 }
+
+// Values of either type: `bf16` is a constant wherever these are used, so that nothing is asked at run time.
+INLINE float get(const int bf16, const void *from, long place) {
+    return bf16 ? from_bf16(((const uint16_t *)from)[place]) : ((const float *)from)[place];
+}
+
+INLINE void put(const int bf16, void *to, long place, float value) {
+    if (bf16)
+        ((uint16_t *)to)[place] = to_bf16(value);
+    else
+        ((float *)to)[place] = value;
+}
+
+INLINE float as(const int bf16, float value) { return bf16 ? from_bf16(to_bf16(value)) : value; }

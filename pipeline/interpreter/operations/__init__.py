@@ -65,6 +65,7 @@ OPERATIONS: dict[str, Operation] = {
     "unary": Operation(arithmetic.compile_unary),
     # Written by fusion.py only.
     "attend": Operation(fused.compile_attend),
+    "attend_pages": Operation(fused.compile_attend_pages),
     "attention_bias": Operation(fused.compile_attention_bias),
     "cache_rows": Operation(fused.compile_cache_rows),
     "gather_pages": Operation(fused.compile_gather_pages),

@@ -21,6 +21,8 @@ MOST_SCORES = 1 << 24  # of a layer held at once in exact mode, 64 MiB
 # torch's fused attention. They round scores and probabilities to bf16, as transformers' eager attention does.
 FEWEST_PLAIN, MOST_PLAIN = 1 << 8, 1 << 24
 MOST_NORMED = 1 << 16  # values that one thread norms
+NATIVE = (torch.bfloat16, torch.float32)  # types of the kernels in C
+FEWEST_SHARED = 1 << 17  # multiplications of attention, from which on another thread pays
 
 
 def compile_cache_rows(site: Site) -> Kernel:
@@ -104,6 +106,46 @@ def _attention_type(site: Site) -> torch.dtype:
     return multiplied_as(site.held())
 
 
+def compile_attend_pages(site: Site) -> Kernel:
+    """Attention over the blocks of the cache: where each sequence has one row, in C and without copying them; else over
+    a copy. Inputs: q [B, N, Q, D], the pools of keys and values, block table [B, MB], page rows, bias."""
+    held, functions = site.held(), load_functions()
+    gather, attend_copies = compile_gather_pages(site), compile_attend(site)
+    heads, (_, kv_heads, size, width), v_width = site.spec(0).shape[1], site.spec(1).shape, site.spec(2).shape[3]
+
+    def attend(q: Tensor, keys: Tensor, values: Tensor, table: Tensor, rows: Tensor, bias: Tensor) -> Tensor:
+        if functions is None or held not in NATIVE or q.shape[2] != 1:
+            result: Tensor = attend_copies(q, gather(keys, table, rows), gather(values, table, rows), bias)
+            return result
+        batch, columns = table.shape
+        q, bias = q.contiguous(), bias.expand(batch, -1, -1, -1).contiguous()
+        y = torch.empty(batch, heads, 1, v_width, dtype=held)
+        group, length = heads // kv_heads, columns * size
+        threads = torch.get_num_threads() if batch * heads * length * width >= FEWEST_SHARED else 1
+        scratch = torch.empty(threads, group * (length + v_width))
+        functions.attend_pages(
+            held is torch.bfloat16,
+            q.data_ptr(),
+            keys.data_ptr(),
+            values.data_ptr(),
+            table.data_ptr(),
+            bias.data_ptr(),
+            y.data_ptr(),
+            scratch.data_ptr(),
+            batch,
+            heads,
+            kv_heads,
+            columns,
+            size,
+            width,
+            v_width,
+            threads,
+        )
+        return y
+
+    return attend
+
+
 def compile_page_rows(site: Site) -> Kernel:
     """Block table [B, MB] → rows of the pool seen as [blocks * N, …], in the order B, N, MB."""
     heads = torch.arange(site.attribute("heads")).reshape(1, -1, 1)
@@ -141,9 +183,9 @@ def compile_rms_norm(site: Site) -> Kernel:
     if site.numerics.mode != "fast" or width < 1:
         return norm
     functions = load_functions()
-    if functions is None or normal not in functions.rms_norm:
+    if functions is None or normal not in NATIVE:
         return norm_fast
-    return _compile_native_norm(site, functions.rms_norm[normal], normal, norm_fast)
+    return _compile_native_norm(site, functions.rms_norm, normal, norm_fast)
 
 
 def _compile_native_norm(site: Site, rms_norm: Function, normal: torch.dtype, general: Kernel) -> Kernel:
@@ -156,7 +198,8 @@ def _compile_native_norm(site: Site, rms_norm: Function, normal: torch.dtype, ge
             return result
         x, weight = x.contiguous(), weight.contiguous()
         y: Tensor = torch.empty_like(x)
-        rms_norm(x.data_ptr(), weight.data_ptr(), y.data_ptr(), eps.item(), x.numel() // width, width)
+        is_bf16 = normal is torch.bfloat16
+        rms_norm(is_bf16, x.data_ptr(), weight.data_ptr(), y.data_ptr(), eps.item(), x.numel() // width, width)
         return y
 
     return norm

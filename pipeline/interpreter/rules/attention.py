@@ -5,7 +5,7 @@ from __future__ import annotations
 from dataclasses import replace
 from typing import TYPE_CHECKING
 
-from pipeline.interpreter.rules.match import part
+from pipeline.interpreter.rules.match import maker_of, part
 
 if TYPE_CHECKING:
     from pipeline.interpreter.graph import Graph
@@ -56,6 +56,21 @@ def merge_pages(graph: Graph, node: Node) -> list[Node] | None:
         return None
     rows = part(node, "page_rows", (table.name,), (-1,), {"heads": heads})
     return [rows, replace(node, kind="gather_pages", inputs=(pool.name, table.name, rows.outputs[0].name))]
+
+
+def attend_in_place(graph: Graph, node: Node) -> list[Node] | None:
+    """Attention over gathered pages: over the pools themselves."""
+    if node.kind != "attend":
+        return None
+    q, k, v, bias = node.inputs
+    keys, values = maker_of(graph, k, "gather_pages"), maker_of(graph, v, "gather_pages")
+    if keys is None or values is None or keys.inputs[1] != values.inputs[1]:
+        return None
+    types = {graph.specs[str(name)].dtype for name in (q, keys.inputs[0], values.inputs[0], bias)}
+    if len(types) != 1 or graph.specs[str(keys.inputs[1])].dtype != "int32":
+        return None
+    inputs = (q, keys.inputs[0], values.inputs[0], *keys.inputs[1:], bias)
+    return [replace(node, kind="attend_pages", inputs=inputs)]
 
 
 def share_rows(graph: Graph, node: Node) -> list[Node] | None:

@@ -1,0 +1,85 @@
+// y = softmax(q Kᵀ + bias) V for one query row of each head, over the blocks of a paged cache, which nothing copies.
+// Query heads that share a key head are computed together. Scores, probabilities and sums are fp32.
+#include <math.h>
+#include <omp.h>
+
+#include "vectors.h"
+
+// e^x for x <= 0, to 2e-7 relative: 2^n times a polynomial in what is left (Cephes' expf). 0 below -87, NaN for NaN.
+INLINE float exponential(float x) {
+    const float clamped = x < -87.0f ? -87.0f : x;
+    const float n = floorf(clamped * 1.44269504f + 0.5f);
+    const float r = clamped - n * 0.693359375f + n * 2.12194440e-4f;
+    float p = 1.9875691500e-4f;
+    p = p * r + 1.3981999507e-3f;
+    p = p * r + 8.3334519073e-3f;
+    p = p * r + 4.1665795894e-2f;
+    p = p * r + 1.6666665459e-1f;
+    p = p * r + 5.0000001201e-1f;
+    p = p * r * r + r + 1.0f;
+    const int32_t exponent = ((int32_t)n + 127) << 23;
+    float power;
+    memcpy(&power, &exponent, sizeof power);
+    return x < -87.0f ? 0.0f : p * power;
+}
+
+INLINE void softmax(float *scores, long keys) {
+    float most = -INFINITY, sum = 0;
+#pragma omp simd reduction(max : most)
+    for (long j = 0; j < keys; j++) most = scores[j] > most ? scores[j] : most;
+#pragma omp simd reduction(+ : sum)
+    for (long j = 0; j < keys; j++) sum += scores[j] = exponential(scores[j] - most);
+    for (long j = 0; j < keys; j++) scores[j] /= sum;
+}
+
+typedef struct {
+    long batch, heads, kv_heads, columns, size, width, v_width;
+} shape;
+
+// One key head of one sequence. Blocks are looked up as the rows come, and a key whose bias is -inf is not read.
+INLINE void attend_head(const int bf16, const void *q, const void *k_pool, const void *v_pool, const int32_t *table,
+                        const void *bias, void *y, shape s, long b, long head, float *scores) {
+    const long group = s.heads / s.kv_heads, keys = s.columns * s.size, first = b * s.heads + head * group;
+    float *sums = scores + group * keys;
+    for (long j = 0; j < keys; j++) {
+        const float added = get(bf16, bias, b * keys + j);
+        const long row = (table[b * s.columns + j / s.size] * s.kv_heads + head) * s.size + j % s.size;
+        for (long g = 0; g < group; g++) {
+            float dot = 0;
+            if (added != -INFINITY) {
+#pragma omp simd reduction(+ : dot)
+                for (long d = 0; d < s.width; d++)
+                    dot += get(bf16, q, (first + g) * s.width + d) * get(bf16, k_pool, row * s.width + d);
+            }
+            scores[g * keys + j] = dot + added;
+        }
+    }
+    for (long g = 0; g < group; g++) softmax(scores + g * keys, keys);
+    memset(sums, 0, group * s.v_width * sizeof(float));
+    for (long j = 0; j < keys; j++) {
+        const long row = (table[b * s.columns + j / s.size] * s.kv_heads + head) * s.size + j % s.size;
+        if (scores[j] == 0 && get(bf16, bias, b * keys + j) == -INFINITY) continue;
+        for (long g = 0; g < group; g++)
+            for (long d = 0; d < s.v_width; d++)
+                sums[g * s.v_width + d] += scores[g * keys + j] * get(bf16, v_pool, row * s.v_width + d);
+    }
+    for (long d = 0; d < group * s.v_width; d++) put(bf16, y, first * s.v_width + d, sums[d]);
+}
+
+// q [batch, heads, width], pools [blocks, kv_heads, size, width or v_width], table [batch, columns],
+// bias [batch, columns * size], y [batch, heads, v_width]. `scores`: of each thread heads / kv_heads * (columns * size +
+// v_width) floats to work in.
+void attend_pages(int bf16, const void *q, const void *k_pool, const void *v_pool, const int32_t *table,
+                  const void *bias, void *y, float *scores, long batch, long heads, long kv_heads, long columns,
+                  long size, long width, long v_width, int threads) {
+    const shape s = {batch, heads, kv_heads, columns, size, width, v_width};
+    const long each = heads / kv_heads * (columns * size + v_width);
+#pragma omp parallel for num_threads(threads) schedule(static)
+    for (long i = 0; i < batch * kv_heads; i++) {
+        float *own = scores + omp_get_thread_num() * each;
+        if (bf16)
+            attend_head(1, q, k_pool, v_pool, table, bias, y, s, i / kv_heads, i % kv_heads, own);
+        else
+            attend_head(0, q, k_pool, v_pool, table, bias, y, s, i / kv_heads, i % kv_heads, own);
+    }
+}
