@@ -20,9 +20,9 @@ from pipeline.checkpoint.architecture import Architecture, parse_architecture
 from pipeline.checkpoint.folder import CONFIG, INDEX, SINGLE, CheckpointFolder, read_json
 from pipeline.checkpoint.foreign.holding import Held, Holding
 from pipeline.checkpoint.foreign.marks import MARKS
+from pipeline.checkpoint.foreign.methods import find_method
 from pipeline.checkpoint.headers import check_headers, check_tokenizer
 from pipeline.checkpoint.layouts import layout_for, list_kinds
-from pipeline.checkpoint.source import list_holding
 from pipeline.checkpoint.tensors import TensorInfo
 from pipeline.digest import RACY_NS, identify
 
@@ -70,8 +70,16 @@ def read_checked(path: Path, memory: Path, dtype: str | None = None) -> CheckedH
         nbytes=folder.nbytes,
         files=before | shards if unchanged else {},
         dtype=dtype,
-        holding=list_holding(folder, dtype),
+        holding=_list_holding(folder, dtype),
     )
+
+
+def _list_holding(folder: CheckpointFolder, dtype: str | None) -> Holding:
+    if find_method(folder) is None:
+        return {}
+    from pipeline.checkpoint.source import list_holding  # with numpy and torch, which nothing else here wants
+
+    return list_holding(folder, dtype)
 
 
 def _place(path: Path, memory: Path) -> Path:

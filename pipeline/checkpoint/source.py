@@ -35,9 +35,9 @@ def open_source(
 
 
 def list_holding(folder: CheckpointFolder, dtype: str | None) -> Holding:
-    """What becomes of the linears that another tool has quantized; none of a folder that none has. Reads scales, zero
-    points and the order of inputs, not the weights."""
-    source, *_ = open_source(folder, dtype, exact=False) if find_method(folder) is not None else (folder,)
+    """What becomes of the linears that another tool has quantized; nothing where none has. Reads scales, zero points
+    and the order of inputs, not the weights. Raises CheckpointError as `open_source` does."""
+    source, *_ = open_source(folder, dtype, exact=False)
     return {**source.held, **source.widened} if isinstance(source, ForeignFolder) else {}
 
 
