@@ -6,8 +6,23 @@ from collections import Counter
 from dataclasses import asdict
 from typing import TYPE_CHECKING, Any
 
-from pipeline.cli.file_inspection import LOOKED_FOR, InspectionError, describe_file, is_engine_file, summarize_tensors
-from pipeline.cli.foreign_inspection import describe_foreign_engine, describe_job, is_foreign_engine, is_job
+from pipeline.cli.file_inspection import (
+    LOOKED_FOR,
+    InspectionError,
+    describe_file,
+    describe_gguf_folder,
+    is_engine_file,
+    is_gguf_folder,
+    summarize_tensors,
+)
+from pipeline.cli.foreign_inspection import (
+    describe_foreign_engine,
+    describe_job,
+    describe_ranks,
+    is_foreign_engine,
+    is_job,
+    is_ranks,
+)
 from pipeline.cli.package_inspection import describe_llmapi, describe_repository, is_llmapi, is_repository
 from pipeline.errors import StoreError
 
@@ -238,5 +253,7 @@ KINDS: tuple[tuple[Callable[[Path], bool], Callable[[Path], Document]], ...] = (
     (_is_run, _describe_run),
     (is_repository, describe_repository),
     (is_llmapi, describe_llmapi),
+    (is_ranks, describe_ranks),
+    (is_gguf_folder, describe_gguf_folder),
     (_is_checkpoint, _describe_checkpoint),
 )
