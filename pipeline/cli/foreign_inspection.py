@@ -1,5 +1,5 @@
-"""What TensorRT-LLM's rank checkpoints, the jobs that build engines of them and the engines are, for `inspect`: by their
-own files, no GPU."""
+"""What TensorRT-LLM's rank checkpoints, the jobs that build engines of them and the engines are, for `inspect`: by
+their own files, no GPU."""
 
 from __future__ import annotations
 
