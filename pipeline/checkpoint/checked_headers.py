@@ -17,12 +17,14 @@ from dataclasses import asdict, dataclass, field
 from typing import TYPE_CHECKING, Any
 
 from pipeline.checkpoint.architecture import Architecture, parse_architecture
-from pipeline.checkpoint.folder import CONFIG, INDEX, SINGLE, CheckpointFolder, read_json
+from pipeline.checkpoint.folder import CheckpointFolder
 from pipeline.checkpoint.foreign.holding import Held, Holding
 from pipeline.checkpoint.foreign.marks import MARKS
 from pipeline.checkpoint.foreign.methods import find_method
 from pipeline.checkpoint.headers import check_headers, check_tokenizer
 from pipeline.checkpoint.layouts import layout_for, list_kinds
+from pipeline.checkpoint.shard_index import CONFIG, INDEX, SINGLE
+from pipeline.checkpoint.strict_json import read_json
 from pipeline.checkpoint.tensors import TensorInfo
 from pipeline.digest import RACY_NS, identify
 

@@ -90,8 +90,8 @@ def is_ranks(path: Path) -> bool:
 
 def describe_ranks(path: Path) -> Document:
     """Raises CheckpointError where config.json or a rank's header is damaged."""
-    from pipeline.checkpoint.folder import read_json
     from pipeline.checkpoint.safetensors_file import SafetensorsFile
+    from pipeline.checkpoint.strict_json import read_json
 
     config = read_json(path / "config.json")
     files = {file.name: SafetensorsFile(file) for file in sorted(path.glob(RANKS), key=lambda f: (len(f.name), f.name))}
@@ -127,7 +127,7 @@ def _find_missing(mapping: Any, files: Container[str]) -> Iterator[str]:
 
 def _count_algos(path: Path) -> list[Document]:
     """Of mixed precision: how many linears each algorithm has."""
-    from pipeline.checkpoint.folder import read_json
+    from pipeline.checkpoint.strict_json import read_json
 
     layers = read_json(path).get("quantized_layers") if path.is_file() else None
     rows = layers.values() if isinstance(layers, dict) else ()

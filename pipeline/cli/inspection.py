@@ -60,7 +60,7 @@ def _refuse_absence(path: Path) -> None:
 
 
 def _is_checkpoint(path: Path) -> bool:
-    from pipeline.checkpoint.folder import CONFIG, INDEX, SINGLE
+    from pipeline.checkpoint.shard_index import CONFIG, INDEX, SINGLE
 
     return any((path / name).is_file() for name in (CONFIG, INDEX, SINGLE))
 
@@ -101,7 +101,9 @@ def _describe_artifact(path: Path) -> Document:
 
 
 def _describe_checkpoint(path: Path) -> Document:
-    from pipeline.checkpoint.folder import CONFIG, CheckpointFolder, read_json
+    from pipeline.checkpoint.folder import CheckpointFolder
+    from pipeline.checkpoint.shard_index import CONFIG
+    from pipeline.checkpoint.strict_json import read_json
 
     read_json(path / CONFIG)  # first what it says is broken, then what is missing beside it
     folder = CheckpointFolder.open(path)
