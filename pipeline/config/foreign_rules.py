@@ -29,7 +29,7 @@ def _find_unheld(case: Case) -> str | None:
 
 
 def _note_plan(case: Case) -> str | None:
-    if case.foreign_mark is None:
+    if not case.held:
         return None
     return "the model is quantized already: the plan counts its linears in 16 bits, and they take less"
 
