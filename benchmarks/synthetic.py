@@ -25,6 +25,7 @@ from pipeline.checkpoint.shards import METADATA, plan_shards, write_index
 from pipeline.checkpoint.tensors import RawTensor, TensorInfo
 from pipeline.quantization.selection import Decision, Rules
 from tests import fixtures, sparse
+from tests.hub_shapes import v2_shapes, v3_shapes
 
 YARN = {
     "beta_fast": 32,
@@ -90,7 +91,7 @@ def sparse_hub(path: Path, model: str) -> Path:
 
 def _hub_tensors(config: dict[str, Any]) -> sparse.Header:
     is_v3 = config["architectures"] == fixtures.V3_CONFIG["architectures"]
-    shapes = fixtures._v3_shapes(config) if is_v3 else fixtures._v2_shapes(config)
+    shapes = v3_shapes(config) if is_v3 else v2_shapes(config)
     tensors: sparse.Header = {}
     for name, shape in shapes.items():
         if is_v3 and len(shape) == 2 and not any(part in name for part in fixtures.NOT_FP8):
@@ -133,7 +134,7 @@ def random_moe(path: Path, gigabytes: float) -> int:
     config = {**V2_LITE, "vocab_size": 32000}
     outside, dense, routed = _count_layers(config)
     config["num_hidden_layers"] = 1 + max(1, round((gigabytes * 1e9 - outside - dense) / routed))
-    infos = [TensorInfo(name, "BF16", shape) for name, shape in fixtures._v2_shapes(config).items()]
+    infos = [TensorInfo(name, "BF16", shape) for name, shape in v2_shapes(config).items()]
     return _write_random(path, config, infos)
 
 
@@ -176,7 +177,7 @@ def _list_infos(config: dict[str, Any]) -> list[TensorInfo]:
 def _count_layers(config: dict[str, Any]) -> tuple[int, int, int]:
     """Bytes of what surrounds the layers, of the dense first, of a routed one."""
     sizes = [
-        sum(TensorInfo(n, "BF16", s).nbytes for n, s in fixtures._v2_shapes(config | {"num_hidden_layers": k}).items())
+        sum(TensorInfo(n, "BF16", s).nbytes for n, s in v2_shapes(config | {"num_hidden_layers": k}).items())
         for k in (0, 1, 2)
     ]
     return sizes[0], sizes[1] - sizes[0], sizes[2] - sizes[1]

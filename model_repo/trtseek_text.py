@@ -174,11 +174,13 @@ def read_parameters(args: dict[str, str]) -> dict[str, str]:
 
 
 def resolve_path(args: dict[str, str], path: str) -> Path:
-    """A path parameter, which is relative to the model's own folder. Triton names that folder, or the one above it."""
+    """A path parameter, which is relative to the model's own folder. Triton names that folder, or the one above it. No
+    link is followed: what is behind one may have a name that the stub's Python, which knows ASCII only, cannot spell.
+    """
     folder = Path(args["model_repository"])
     if folder.name != args["model_name"]:
         folder = folder / args["model_name"]
-    return (folder / path).resolve()
+    return folder / path
 
 
 def read_flag(parameters: dict[str, str], key: str) -> bool:

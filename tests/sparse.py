@@ -12,6 +12,7 @@ from pathlib import Path
 from typing import Any
 
 from tests import fixtures
+from tests.hub_shapes import v2_shapes
 
 # config.json of huggingface.co/deepseek-ai/DeepSeek-V2, as far as it describes the network.
 V2_236B: dict[str, Any] = {
@@ -53,7 +54,7 @@ Header = dict[str, tuple[str, tuple[int, ...]]]  # name -> (safetensors type, sh
 def deepseek_v2_236b(path: Path, **overrides: Any) -> Path:
     """DeepSeek-V2: 29,000 tensors, 472 GB of holes."""
     config = {**V2_236B, **overrides}
-    shapes = fixtures._v2_shapes(config)
+    shapes = v2_shapes(config)
     return write_sparse(path, config, {name: ("BF16", shape) for name, shape in shapes.items()}, V2_SHARDS)
 
 

@@ -11,6 +11,7 @@ from dataclasses import dataclass, field
 from typing import Any
 
 from pipeline.checkpoint.config_values import ConfigValues
+from pipeline.checkpoint.experts_config import Experts, parse_experts
 from pipeline.checkpoint.rope_config import Rope, parse_rope
 from pipeline.checkpoint.tensors import MODEL_DTYPES
 from pipeline.errors import CheckpointError
@@ -36,24 +37,6 @@ class LatentAttention:
     def latent_dim(self) -> int:
         """Width of one row of the cache: the compressed KV and the shared rotary key."""
         return self.kv_lora_rank + self.qk_rope_head_dim
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class Experts:
-    """A routed MLP (DeepSeekMoE): which layers have it, its sizes, and how tokens choose experts."""
-
-    num_routed: int
-    num_shared: int
-    top_k: int
-    intermediate_size: int
-    first_dense_layers: int
-    layer_freq: int
-    n_group: int
-    topk_group: int
-    topk_method: str  # greedy, group_limited_greedy, noaux_tc
-    scoring_func: str  # softmax, sigmoid
-    norm_topk_prob: bool
-    routed_scaling_factor: float
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -156,7 +139,6 @@ REASONS = {
     "layers attend to all",
 }
 MAX_LAYERS = 1000
-MAX_EXPERTS = 4096
 MAX_MTP_LAYERS = 16
 
 
@@ -209,7 +191,7 @@ def parse_architecture(config: Mapping[str, Any], origin: str = "config.json") -
         dtype=c.choice("torch_dtype", c.choice("dtype", "float32", tuple(MODEL_DTYPES)), tuple(MODEL_DTYPES)),
         rope=parse_rope(c, interleaved=c.flag("rope_interleave", family.interleaved)),
         latent=latent,
-        experts=_parse_experts(c, layers, *family.routing) if family.routing else None,
+        experts=parse_experts(c, layers, *family.routing) if family.routing else None,
         mtp_layers=_parse_mtp(c) if family.mtp else 0,
     )
 
@@ -245,37 +227,3 @@ def _parse_latent(c: ConfigValues) -> LatentAttention:
         qk_rope_head_dim=c.integer("qk_rope_head_dim"),
         v_head_dim=c.integer("v_head_dim"),
     )
-
-
-def _parse_experts(
-    c: ConfigValues, layers: int, methods: tuple[str, ...], functions: tuple[str, ...]
-) -> Experts | None:
-    first = c.integer("first_k_dense_replace", 0, minimum=0)
-    # Null means dense layers only (DeepSeek's own code); where the key is absent, implementations' defaults differ.
-    if not c.has("n_routed_experts") and ("n_routed_experts" in c.values or first >= layers):
-        return None
-    experts = Experts(
-        num_routed=c.integer("n_routed_experts", maximum=MAX_EXPERTS),
-        num_shared=c.integer("n_shared_experts", maximum=MAX_EXPERTS),
-        top_k=c.integer("num_experts_per_tok", maximum=MAX_EXPERTS),
-        intermediate_size=c.integer("moe_intermediate_size"),
-        first_dense_layers=first,
-        layer_freq=c.integer("moe_layer_freq", 1),
-        n_group=c.integer("n_group", 1),
-        topk_group=c.integer("topk_group", 1),
-        topk_method=c.choice("topk_method", methods[0], methods),
-        scoring_func=c.choice("scoring_func", functions[0], functions),
-        norm_topk_prob=c.flag("norm_topk_prob", False),
-        routed_scaling_factor=c.number("routed_scaling_factor", 1.0, minimum=0.0),
-    )
-    if experts.num_routed % experts.n_group:
-        raise c.fail("n_group", f"{experts.n_group} does not divide n_routed_experts {experts.num_routed}")
-    if experts.topk_group > experts.n_group:
-        raise c.fail("topk_group", f"{experts.topk_group} exceeds n_group {experts.n_group}")
-    grouped = experts.topk_method != "greedy"
-    if experts.topk_method == "noaux_tc" and experts.num_routed // experts.n_group < 2:
-        raise c.fail("n_group", f"{experts.n_group} leaves one expert to a group; groups are judged by their best two")
-    reachable = experts.num_routed // experts.n_group * experts.topk_group if grouped else experts.num_routed
-    if experts.top_k > reachable:
-        raise c.fail("num_experts_per_tok", f"{experts.top_k} exceeds the {reachable} experts routing can reach")
-    return experts

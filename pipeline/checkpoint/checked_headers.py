@@ -1,4 +1,5 @@
-"""What `plan` and `validate` look at of a source checkpoint: its architecture, and a tensor of every kind.
+"""What `plan` and `validate` look at of a source checkpoint: its architecture, a tensor of every kind, and what
+holds the linears that another tool has quantized.
 
 Checking the headers of DeepSeek-V3's 91,000 tensors takes half of what `plan` may. What passed is remembered under the
 identity (device, inode, size, modification time) of the index, the config and every shard, as digests are: a folder of
@@ -12,14 +13,18 @@ import json
 import os
 import time
 import zlib
-from dataclasses import dataclass
+from dataclasses import asdict, dataclass, field
 from typing import TYPE_CHECKING, Any
 
 from pipeline.checkpoint.architecture import Architecture, parse_architecture
-from pipeline.checkpoint.folder import CONFIG, INDEX, SINGLE, CheckpointFolder, read_json
+from pipeline.checkpoint.folder import CheckpointFolder
+from pipeline.checkpoint.foreign.holding import Held, Holding
 from pipeline.checkpoint.foreign.marks import MARKS
+from pipeline.checkpoint.foreign.methods import find_method
 from pipeline.checkpoint.headers import check_headers, check_tokenizer
 from pipeline.checkpoint.layouts import layout_for, list_kinds
+from pipeline.checkpoint.shard_index import CONFIG, INDEX, SINGLE
+from pipeline.checkpoint.strict_json import read_json
 from pipeline.checkpoint.tensors import TensorInfo
 from pipeline.digest import RACY_NS, identify
 
@@ -29,26 +34,29 @@ if TYPE_CHECKING:
 
 Identities = dict[str, list[int] | None]
 
-FORMAT = 2  # of the remembered; raise it where a check refuses more than it did
+FORMAT = 3  # of the remembered; raise it where a check refuses more than it did
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class CheckedHeaders:
     """`tensors` has, of every kind of tensor, the first, every tensor of layers for multi-token prediction, one of each
-    type, and one that says that another tool has quantized the model; `count` and `nbytes` are of all. `files`: what is
-    to be remembered; none where it was recalled."""
+    type, and one that says that another tool has quantized the model; `count` and `nbytes` are of all. `holding` is of
+    a model of type `dtype`, the one that was asked for. `files`: what is to be remembered; none where it was recalled.
+    """
 
     architecture: Architecture
     tensors: Mapping[str, TensorInfo]
     count: int
     nbytes: int
     files: Identities
+    dtype: str | None = None
+    holding: Holding = field(default_factory=dict)
 
 
-def read_checked(path: Path, memory: Path) -> CheckedHeaders:
+def read_checked(path: Path, memory: Path, dtype: str | None = None) -> CheckedHeaders:
     """The headers of the checkpoint in the folder `path`, all checks passed (CheckpointError). `memory`: a folder for
-    what is remembered."""
-    if (found := _recall(path, _place(path, memory))) is not None:
+    what is remembered. `dtype`: what the engine's weights are to be (`stages.convert.dtype`)."""
+    if (found := _recall(path, _place(path, memory), dtype)) is not None:
         check_tokenizer(path)
         return found
     before = _identify_all(path, (CONFIG, INDEX, SINGLE))
@@ -63,7 +71,17 @@ def read_checked(path: Path, memory: Path) -> CheckedHeaders:
         count=len(tensors),
         nbytes=folder.nbytes,
         files=before | shards if unchanged else {},
+        dtype=dtype,
+        holding=_list_holding(folder, dtype),
     )
+
+
+def _list_holding(folder: CheckpointFolder, dtype: str | None) -> Holding:
+    if find_method(folder) is None:
+        return {}
+    from pipeline.checkpoint.source import list_holding  # with numpy and torch, which nothing else here wants
+
+    return list_holding(folder, dtype)
 
 
 def _place(path: Path, memory: Path) -> Path:
@@ -89,8 +107,9 @@ def _identify_all(path: Path, names: tuple[str, ...] | set[str]) -> Identities:
     return found
 
 
-def _recall(path: Path, place: Path) -> CheckedHeaders | None:
-    """None for what is not known, is known under other files, or cannot be read: it is then checked again."""
+def _recall(path: Path, place: Path, dtype: str | None) -> CheckedHeaders | None:
+    """None for what is not known, is known under other files or for another type, or cannot be read: it is then checked
+    again."""
     try:
         text, _, checksum = place.read_bytes().rpartition(b"\n")
         if int(checksum) != zlib.crc32(text):
@@ -100,12 +119,23 @@ def _recall(path: Path, place: Path) -> CheckedHeaders | None:
             return None
         if document["files"] != _identify_all(path, set(document["files"])):
             return None
-        tensors = {name: TensorInfo(name, dtype, tuple(shape)) for name, dtype, shape in document["tensors"]}
+        holding = {name: each if isinstance(each, str) else Held(**each) for name, each in document["holding"].items()}
+        if holding and document["dtype"] != dtype:
+            return None
+        tensors = {name: TensorInfo(name, stored, tuple(shape)) for name, stored, shape in document["tensors"]}
         count, nbytes = int(document["count"]), int(document["nbytes"])
     except (OSError, ValueError, TypeError, KeyError):
         return None
     architecture = parse_architecture(read_json(path / CONFIG), str(path / CONFIG))
-    return CheckedHeaders(architecture=architecture, tensors=tensors, count=count, nbytes=nbytes, files={})
+    return CheckedHeaders(
+        architecture=architecture,
+        tensors=tensors,
+        count=count,
+        nbytes=nbytes,
+        files={},
+        dtype=dtype,
+        holding=holding,
+    )
 
 
 def remember(path: Path, memory: Path, checked: CheckedHeaders) -> None:
@@ -121,6 +151,8 @@ def remember(path: Path, memory: Path, checked: CheckedHeaders) -> None:
         "count": checked.count,
         "nbytes": checked.nbytes,
         "tensors": list(checked.tensors.values()),
+        "dtype": checked.dtype,
+        "holding": {name: each if isinstance(each, str) else asdict(each) for name, each in checked.holding.items()},
     }
     text = json.dumps(document, separators=(",", ":")).encode()
     place = _place(path, memory)

@@ -19,7 +19,7 @@ from pipeline.checkpoint.block_scales import check_config, iterate_kept, iterate
 from pipeline.checkpoint.casting import FLOATS, Caster, Losses
 from pipeline.checkpoint.conversion_report import REPORT, ConversionReport, ShardLosses
 from pipeline.checkpoint.engine_config import OWN_KEY, write_converted
-from pipeline.checkpoint.folder import CONFIG, CheckpointFolder
+from pipeline.checkpoint.folder import CheckpointFolder
 from pipeline.checkpoint.foreign.config import write_held
 from pipeline.checkpoint.foreign.folder import ForeignFolder
 from pipeline.checkpoint.foreign.methods import find_method
@@ -27,6 +27,7 @@ from pipeline.checkpoint.layouts import Mapping
 from pipeline.checkpoint.layouts.scales import BLOCK, FP8, INT8, source_scale
 from pipeline.checkpoint.layouts.scales import ROLE as SCALES
 from pipeline.checkpoint.safetensors_file import SafetensorsWriter
+from pipeline.checkpoint.shard_index import CONFIG
 from pipeline.checkpoint.shards import MAX_SHARD, METADATA, Shard, plan_shards, write_index
 from pipeline.checkpoint.source import Source, open_source
 from pipeline.checkpoint.tensors import DTYPES, SAFETENSORS_DTYPE, TensorInfo

@@ -9,10 +9,11 @@ from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
-from pipeline.checkpoint.folder import CONFIG, CheckpointFolder
+from pipeline.checkpoint.folder import CheckpointFolder
 from pipeline.checkpoint.json_text import remove_key, set_keys
 from pipeline.checkpoint.layouts.scales import BLOCK
 from pipeline.checkpoint.layouts.scales import CONFIG_KEY as FP8_KEY
+from pipeline.checkpoint.shard_index import CONFIG
 from pipeline.errors import CheckpointError
 
 OWN_KEY = "trtseek"

@@ -5,12 +5,13 @@ from __future__ import annotations
 from typing import TYPE_CHECKING
 
 from pipeline.checkpoint.engine_config import QUANTIZATION_KEY
-from pipeline.checkpoint.folder import CONFIG, CheckpointFolder
+from pipeline.checkpoint.folder import CheckpointFolder
 from pipeline.checkpoint.foreign.folder import ForeignFolder
 from pipeline.checkpoint.foreign.marks import MARKS
 from pipeline.checkpoint.foreign.methods import find_method
 from pipeline.checkpoint.layouts import layout_for, matches_plainly
 from pipeline.checkpoint.layouts.scales import FP8
+from pipeline.checkpoint.shard_index import CONFIG
 from pipeline.errors import CheckpointError
 
 if TYPE_CHECKING:

@@ -7,7 +7,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
-from pipeline.checkpoint.folder import INDEX
+from pipeline.checkpoint.shard_index import INDEX
 from pipeline.checkpoint.tensors import TensorInfo
 
 MAX_SHARD = 2_000_000_000  # bytes: what a killed conversion repeats at most

@@ -8,6 +8,7 @@ from collections.abc import Sequence
 from pipeline.checkpoint.casting import FLOATS
 from pipeline.checkpoint.folder import CheckpointFolder
 from pipeline.checkpoint.foreign.folder import ForeignFolder
+from pipeline.checkpoint.foreign.holding import Holding
 from pipeline.checkpoint.foreign.methods import find_method
 from pipeline.checkpoint.layouts import Mapping, layout_for
 from pipeline.checkpoint.layouts.scales import FP8
@@ -31,6 +32,13 @@ def open_source(
     plain = [mapping for mapping in mappings if not source.is_quantized(mapping)]
     target = SAFETENSORS_DTYPE[dtype] if dtype else _pick_dtype(folder, plain)
     return source, source.hold(mappings, target, exact=exact), unused, target
+
+
+def list_holding(folder: CheckpointFolder, dtype: str | None) -> Holding:
+    """What becomes of the linears that another tool has quantized; nothing where none has. Reads scales, zero points
+    and the order of inputs, not the weights. Raises CheckpointError as `open_source` does."""
+    source, *_ = open_source(folder, dtype, exact=False)
+    return {**source.held, **source.widened} if isinstance(source, ForeignFolder) else {}
 
 
 def _pick_dtype(source: CheckpointFolder, mappings: Sequence[Mapping]) -> str:

@@ -1,12 +1,19 @@
-"""JSON from files that others wrote: no duplicate keys, no NaN, and every failure a ValueError."""
+"""JSON from files that others wrote: no duplicate keys, no NaN; every failure a ValueError, or names the file."""
 
 from __future__ import annotations
 
 import json
-from typing import Any
+from typing import TYPE_CHECKING, Any
+
+from pipeline.errors import CheckpointError
+
+if TYPE_CHECKING:
+    from pathlib import Path
 
 # Brackets, braces and commas in a text, and so about its values: a few bytes each make objects of a few hundred.
 MAX_VALUES = 600_000
+MAX_BYTES = 20 << 20  # of a file; DeepSeek-V3's index takes 9 MB
+HINT = "copy the file again from the model"
 
 
 def parse_strict(text: bytes, *, unique: bool = True, fractions: bool = True) -> Any:
@@ -27,6 +34,30 @@ def parse_strict(text: bytes, *, unique: bool = True, fractions: bool = True) ->
         return decoder.decode(text.decode("utf-8"))
     except RecursionError as error:
         raise ValueError("nested too deeply") from error
+
+
+def read_text(path: Path) -> bytes:
+    """A JSON file's. Raises CheckpointError with the file's name where it is not there, or larger than MAX_BYTES."""
+    if not path.is_file():
+        raise CheckpointError(f"{path} is missing", hint="copy it from the model's own repository")
+    try:
+        size = path.stat().st_size
+        if size > MAX_BYTES:
+            raise CheckpointError(f"{path} has {size} bytes, too many for what it should be", hint=HINT)
+        return path.read_bytes()
+    except OSError as error:
+        raise CheckpointError(f"{path}: {error.strerror}", hint="check its permissions") from error
+
+
+def read_json(path: Path) -> dict[str, Any]:
+    """A JSON object from a file. Raises CheckpointError with the file's name, and the place in it."""
+    try:
+        value = parse_strict(read_text(path))
+    except ValueError as error:
+        raise CheckpointError(f"{path}: not valid JSON: {error}", hint="copy it again from the model") from error
+    if not isinstance(value, dict):
+        raise CheckpointError(f"{path} is not a JSON object", hint=HINT)
+    return value
 
 
 def _make_object(pairs: list[tuple[str, Any]]) -> dict[str, Any]:

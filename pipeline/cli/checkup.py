@@ -126,8 +126,9 @@ def _read_cpu_flags() -> set[str]:
 
 def _check_memory(_: Path) -> Iterator[Finding]:
     from pipeline.cli.tables import format_bytes
+    from pipeline.host_memory import read_memory
 
-    free, total = _read_memory()
+    free, total = read_memory()
     enough = free >= WANTED_MEMORY
     yield Finding(
         subject="memory",
@@ -137,19 +138,6 @@ def _check_memory(_: Path) -> Iterator[Finding]:
         if enough
         else f"large models want {format_bytes(WANTED_MEMORY)}: one decoder layer is held at a time",
     )
-
-
-def _read_memory() -> tuple[int, int]:
-    """Available and total bytes, within the limit of the control group if there is one."""
-    lines = (line.split() for line in Path("/proc/meminfo").read_text(encoding="utf-8").splitlines())
-    values = {fields[0].rstrip(":"): int(fields[1]) * 1024 for fields in lines if len(fields) > 1}
-    free, total = values["MemAvailable"], values["MemTotal"]
-    try:
-        limit = Path("/sys/fs/cgroup/memory.max").read_text(encoding="utf-8").strip()
-        used = int(Path("/sys/fs/cgroup/memory.current").read_text(encoding="utf-8"))
-    except (OSError, ValueError):
-        return free, total
-    return (min(free, int(limit) - used), min(total, int(limit))) if limit.isdigit() else (free, total)
 
 
 def _check_disk(output: Path) -> Iterator[Finding]:

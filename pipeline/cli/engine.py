@@ -122,7 +122,7 @@ def _tell_way_on(executor: Executor, config: Config, arguments: Sequence[str], p
     )
     for number, (step, command) in enumerate(steps.items(), 1):
         click.echo(f"  {number}. {step}:\n       {command}")
-    click.echo(f"\n{job / 'README.md'} says the same to whoever does it. This run leaves with {pending.exit_code}.")
+    click.echo(f"\n{job / 'README.md'} says it to whoever builds there. This run leaves with {pending.exit_code}.")
 
 
 def _name_program() -> str:

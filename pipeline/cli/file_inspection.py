@@ -12,6 +12,7 @@ if TYPE_CHECKING:
     from collections.abc import Callable, Iterable
     from pathlib import Path
 
+    from pipeline.checkpoint.gguf_header import GgufTensor
     from pipeline.checkpoint.tensors import TensorInfo
 
 Document = dict[str, Any]
@@ -22,9 +23,19 @@ MAX_JSON = 64 << 20  # bytes
 KEYS = 50  # of a JSON file, that are shown
 LOOKED_FOR = (
     "what is known: a run's folder (out/<name>), the output of a stage, a checkpoint's folder (config.json and "
-    "safetensors), a safetensors file, an engine or its folder, a Triton model repository (folders with "
-    "config.pbtxt), a JSON file"
+    "safetensors), TensorRT-LLM's rank checkpoints (config.json and rank0.safetensors), its jobs and engines, a "
+    "safetensors or GGUF file, an engine or its folder, a Triton model repository (folders with config.pbtxt), a JSON "
+    "file"
 )
+# What is told -> the key of a GGUF file, after the architecture's name.
+GGUF_KEYS = {
+    "layers": "block_count",
+    "hidden_size": "embedding_length",
+    "heads": "attention.head_count",
+    "key_value_heads": "attention.head_count_kv",
+    "routed_experts": "expert_count",
+    "context": "context_length",
+}
 # Files whose folder says more than they do.
 BETTER_AS_FOLDER = ("config.json", "artifact.json", "run.json", "engine.json", "model.safetensors.index.json")
 
@@ -57,21 +68,54 @@ def _describe_safetensors(path: Path) -> Document:
     from pipeline.checkpoint.safetensors_file import SafetensorsFile
 
     file = SafetensorsFile(path)
-    largest = sorted(file.tensors.values(), key=lambda info: -info.nbytes)[:10]
     return {
         "kind": "safetensors file",
         "path": str(path),
         "bytes": path.stat().st_size,
         "metadata": dict(file.metadata),
         "tensors": summarize_tensors(file.tensors.values()),
-        "largest": [
-            {"name": info.name, "dtype": info.dtype, "shape": list(info.shape), "bytes": info.nbytes}
-            for info in largest
-        ],
+        "largest": _list_largest(file.tensors.values()),
     }
 
 
-def summarize_tensors(tensors: Iterable[TensorInfo]) -> list[Document]:
+def _describe_gguf(path: Path) -> Document:
+    from pipeline.checkpoint.gguf_header import read_gguf
+
+    header = read_gguf(path)
+    values, name = header.values, header.values.get("general.architecture")
+    tensors = summarize_tensors(header.tensors)
+    return {
+        "kind": "GGUF file",
+        "path": str(path),
+        "bytes": path.stat().st_size,
+        "version": header.version,
+        "architecture": name,
+        "name": values.get("general.name"),
+        **{title: values.get(f"{name}.{key}") for title, key in GGUF_KEYS.items()},
+        "vocabulary": values.get("tokenizer.ggml.tokens"),
+        "quantization": max(tensors, key=lambda row: row["bytes"])["dtype"] if tensors else None,
+        "tensors": tensors,
+        "largest": _list_largest(header.tensors),
+    }
+
+
+def is_gguf_folder(path: Path) -> bool:
+    """One that `export --format gguf` wrote, or another with one such file."""
+    return len(list(path.glob("*.gguf"))) == 1
+
+
+def describe_gguf_folder(path: Path) -> Document:
+    return _describe_gguf(next(path.glob("*.gguf")))
+
+
+def _list_largest(tensors: Iterable[TensorInfo | GgufTensor]) -> list[Document]:
+    return [
+        {"name": info.name, "dtype": info.dtype, "shape": list(info.shape), "bytes": info.nbytes}
+        for info in sorted(tensors, key=lambda info: -info.nbytes)[:10]
+    ]
+
+
+def summarize_tensors(tensors: Iterable[TensorInfo | GgufTensor]) -> list[Document]:
     """How many tensors of each type there are, and their bytes."""
     sizes, counts = Counter[str](), Counter[str]()
     for info in tensors:
@@ -106,6 +150,7 @@ def _refuse_config(path: Path) -> Document:
 
 FILES: dict[str, Callable[[Path], Document]] = {
     ".safetensors": _describe_safetensors,
+    ".gguf": _describe_gguf,
     ".json": _describe_json,
     **dict.fromkeys(YAML_SUFFIXES, _refuse_config),
 }

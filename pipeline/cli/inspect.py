@@ -14,8 +14,8 @@ from pipeline.cli.tables import print_fields
 @click.argument("path", type=click.Path(path_type=Path))
 @json_option
 def command(path: Path, as_json: bool) -> None:
-    """Say what is in PATH: a run's folder (out/NAME), the output of a stage, a checkpoint, an engine, a Triton model
-    repository, a safetensors or JSON file.
+    """Say what is in PATH: a run's folder (out/NAME), the output of a stage, a checkpoint, TensorRT-LLM's rank
+    checkpoints, an engine, a Triton model repository, a safetensors, GGUF or JSON file.
 
     Headers and structure only; needs no GPU and no TensorRT.
     """

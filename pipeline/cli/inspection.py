@@ -6,8 +6,23 @@ from collections import Counter
 from dataclasses import asdict
 from typing import TYPE_CHECKING, Any
 
-from pipeline.cli.file_inspection import LOOKED_FOR, InspectionError, describe_file, is_engine_file, summarize_tensors
-from pipeline.cli.foreign_inspection import describe_foreign_engine, describe_job, is_foreign_engine, is_job
+from pipeline.cli.file_inspection import (
+    LOOKED_FOR,
+    InspectionError,
+    describe_file,
+    describe_gguf_folder,
+    is_engine_file,
+    is_gguf_folder,
+    summarize_tensors,
+)
+from pipeline.cli.foreign_inspection import (
+    describe_foreign_engine,
+    describe_job,
+    describe_ranks,
+    is_foreign_engine,
+    is_job,
+    is_ranks,
+)
 from pipeline.cli.package_inspection import describe_llmapi, describe_repository, is_llmapi, is_repository
 from pipeline.errors import StoreError
 
@@ -45,7 +60,7 @@ def _refuse_absence(path: Path) -> None:
 
 
 def _is_checkpoint(path: Path) -> bool:
-    from pipeline.checkpoint.folder import CONFIG, INDEX, SINGLE
+    from pipeline.checkpoint.shard_index import CONFIG, INDEX, SINGLE
 
     return any((path / name).is_file() for name in (CONFIG, INDEX, SINGLE))
 
@@ -86,7 +101,9 @@ def _describe_artifact(path: Path) -> Document:
 
 
 def _describe_checkpoint(path: Path) -> Document:
-    from pipeline.checkpoint.folder import CONFIG, CheckpointFolder, read_json
+    from pipeline.checkpoint.folder import CheckpointFolder
+    from pipeline.checkpoint.shard_index import CONFIG
+    from pipeline.checkpoint.strict_json import read_json
 
     read_json(path / CONFIG)  # first what it says is broken, then what is missing beside it
     folder = CheckpointFolder.open(path)
@@ -238,5 +255,7 @@ KINDS: tuple[tuple[Callable[[Path], bool], Callable[[Path], Document]], ...] = (
     (_is_run, _describe_run),
     (is_repository, describe_repository),
     (is_llmapi, describe_llmapi),
+    (is_ranks, describe_ranks),
+    (is_gguf_folder, describe_gguf_folder),
     (_is_checkpoint, _describe_checkpoint),
 )

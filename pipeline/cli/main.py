@@ -46,6 +46,9 @@ INTERRUPTED, TERMINATED, PIPE_CLOSED, BUG = 130, 143, 141, 70
 REFUSALS = (errno.EACCES, errno.EPERM, errno.ENAMETOOLONG, errno.ELOOP, errno.EROFS, errno.ENOTDIR, errno.EISDIR)
 
 
+_interrupts: list[int] = []  # the signals of every Ctrl-C that came
+
+
 class _Verbs(click.Group):
     """Finds a verb in the module of its name."""
 
@@ -78,6 +81,7 @@ def cli() -> None:
 def main(arguments: Sequence[str] | None = None) -> NoReturn:
     """Runs the command line and leaves with its exit code."""
     signal.signal(signal.SIGTERM, _terminate)
+    signal.signal(signal.SIGINT, _interrupt)
     if list(sys.argv[1:] if arguments is None else arguments)[:1] in [[verb] for verb in QUICK]:
         gc.disable()
     try:
@@ -97,10 +101,7 @@ def _run(arguments: list[str] | None) -> int:
         show_error(error)
         return error.exit_code
     except (click.Abort, KeyboardInterrupt):
-        verb = next(iter(sys.argv[1:] if arguments is None else arguments), "")
-        more = "; the same command goes on where this one stopped" if verb in RESUMED else ""
-        click.echo(f"interrupted{more}", err=True)
-        return INTERRUPTED
+        return _tell_interrupted(arguments)
     except click.ClickException as error:
         error.show()
         return error.exit_code
@@ -111,7 +112,15 @@ def _run(arguments: list[str] | None) -> int:
         show_error(TrtseekError(f"{path}: {error.strerror}", hint="check the path, and who may read and write it"))
         return TrtseekError.exit_code
     except Exception:
-        return _report_bug()
+        # An extension module that is being imported makes an ImportError of its own of a Ctrl-C.
+        return _tell_interrupted(arguments) if _interrupts else _report_bug()
+
+
+def _tell_interrupted(arguments: list[str] | None) -> int:
+    verb = next(iter(sys.argv[1:] if arguments is None else arguments), "")
+    more = "; the same command goes on where this one stopped" if verb in RESUMED else ""
+    click.echo(f"interrupted{more}", err=True)
+    return INTERRUPTED
 
 
 def _report_bug() -> int:
@@ -131,6 +140,11 @@ def show_error(error: TrtseekError) -> None:
         click.echo(click.style(" hint: ", bold=True) + first, err=True)
         for line in rest:
             click.echo(f"       {line}", err=True)
+
+
+def _interrupt(number: int, frame: FrameType | None) -> None:
+    _interrupts.append(number)
+    signal.default_int_handler(number, frame)
 
 
 def _terminate(_: int, __: FrameType | None) -> NoReturn:

@@ -51,7 +51,7 @@ def command(
     describe = describe_foreign_memory if foreign else describe_memory
     memory = describe(config, source.headers.architecture, source.headers.tensors)
     host = describe_host(config, source.headers.architecture, source.headers.tensors)
-    worlds = describe_worlds(config, source.headers.architecture, source.headers.tensors)
+    worlds = describe_worlds(config, source.headers)
     if as_json:
         stages = [_to_json(plan) for plan in plans]
         notes = list(source.notes)

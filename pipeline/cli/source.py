@@ -30,7 +30,8 @@ class CheckedSource:
 
 
 def check_source(config: Config, *, keep: bool = True) -> CheckedSource:
-    """Refuses what cannot be, without reading a weight (ConfigError, CheckpointError, CompatibilityError).
+    """Refuses what cannot be, without reading a weight (ConfigError, CheckpointError, CompatibilityError); of linears
+    that are quantized already it reads the scales, zero points and order of inputs.
 
     `keep` notes in the store what passed.
     """
@@ -40,8 +41,8 @@ def check_source(config: Config, *, keep: bool = True) -> CheckedSource:
 
     _check_model(config)
     memory = config.store_folder / HEADERS
-    headers = read_checked(config.model.path, memory)
-    notes = check_compatibility(config, headers.architecture, headers.tensors)
+    headers = read_checked(config.model.path, memory, config.stages.convert.dtype)
+    notes = check_compatibility(config, headers.architecture, headers.tensors, headers.holding)
     _check_texts(config)
     if keep:
         remember(config.model.path, memory, headers)

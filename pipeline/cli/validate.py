@@ -14,8 +14,9 @@ from pipeline.cli.tables import format_bytes
 def command(config_file: str, overrides: tuple[str, ...], as_json: bool) -> None:
     """Check a config against its schema, its model and its target.
 
-    Reads the checkpoint's headers only, and holds config.json against them. Leaves with 2 for a mistake in the config,
-    3 for one in the checkpoint, 4 for a combination that cannot work or is not part of this version.
+    Reads the checkpoint's headers, of linears that are quantized already their scales too, and holds config.json
+    against them. Leaves with 2 for a mistake in the config, 3 for one in the checkpoint, 4 for a combination that
+    cannot work or is not part of this version.
     """
     from pipeline.cli.source import check_source
 

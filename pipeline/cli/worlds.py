@@ -11,12 +11,11 @@ from pipeline.cli.tables import print_title
 if TYPE_CHECKING:
     from collections.abc import Mapping
 
-    from pipeline.checkpoint.architecture import Architecture
-    from pipeline.checkpoint.tensors import TensorInfo
+    from pipeline.checkpoint.checked_headers import CheckedHeaders
     from pipeline.config.schema import Config
 
 
-def describe_worlds(config: Config, architecture: Architecture, tensors: Mapping[str, TensorInfo]) -> dict[str, Any]:
+def describe_worlds(config: Config, headers: CheckedHeaders) -> dict[str, Any]:
     from pipeline.config.worlds import list_other_worlds
 
     return {
@@ -31,7 +30,7 @@ def describe_worlds(config: Config, architecture: Architecture, tensors: Mapping
                 "loses": list(other.loses),
                 "gains": list(other.gains),
             }
-            for other in list_other_worlds(config, architecture, tensors)
+            for other in list_other_worlds(config, headers.architecture, headers.tensors, headers.holding)
         ],
     }
 

@@ -3,12 +3,14 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from functools import cached_property
+from types import MappingProxyType
 from typing import TYPE_CHECKING
 
+from pipeline.checkpoint.foreign.holding import Held, Holding
 from pipeline.checkpoint.foreign.marks import MARKS
-from pipeline.quantization.selection import METHODS, NEVER, Decision, find_pattern, fit
+from pipeline.quantization.selection import HEAD_NAME, METHODS, NEVER, NONE, Decision, find_pattern, fit
 
 if TYPE_CHECKING:
     from pipeline.checkpoint.architecture import Architecture
@@ -21,6 +23,7 @@ if TYPE_CHECKING:
 FP8_TYPES = ("F8_E4M3", "F8_E5M2")
 # Kinds of RoPE whose long-context form is a fixed table. `dynamic` is not: its base grows with each sequence.
 STATIC_ROPES = ("default", "linear", "yarn", "llama3")
+NOTHING: Holding = MappingProxyType({})  # of a model that no other tool has quantized
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -46,11 +49,13 @@ class LinearKind:
 
 @dataclass(frozen=True, kw_only=True)
 class Case:
-    """`tensors` are of the source checkpoint's headers the first of every kind and type, by name: CheckedHeaders."""
+    """`tensors` are of the source checkpoint's headers the first of every kind and type, by name; `holding` says what
+    becomes of the linears that another tool has quantized: CheckedHeaders."""
 
     config: Config
     architecture: Architecture
     tensors: Mapping[str, TensorInfo]
+    holding: Holding = field(default_factory=dict)
 
     @property
     def gpu(self) -> GPU:
@@ -79,8 +84,22 @@ class Case:
 
     @property
     def formats(self) -> list[str]:
-        """Of all that a linear may become: keys of FORMATS, sorted."""
-        return sorted({METHODS[method].format for method in self.quantize.rules.methods})
+        """Of all that a linear may become, or is already: keys of FORMATS and FOREIGN_FORMATS, sorted."""
+        methods = {METHODS[method].format for method in self.quantize.rules.methods}
+        return sorted(methods | {held.format for held in self.held.values()})
+
+    @cached_property
+    def held(self) -> dict[str, Held]:
+        """What holds linears of the source as another tool has quantized them, by their engine's names."""
+        return {name: each for name, each in self.holding.items() if isinstance(each, Held)}
+
+    @property
+    def head_format(self) -> str | None:
+        """Of lm_head; None in 16 bits."""
+        if (held := self.held.get(f"{HEAD_NAME}.weight")) is not None:
+            return held.format
+        method = self.quantize.rules.head_method
+        return METHODS[method].format if method != NONE else None
 
     @cached_property
     def foreign_mark(self) -> str | None:

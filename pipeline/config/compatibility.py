@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Iterable, Mapping
 from typing import TYPE_CHECKING
 
-from pipeline.config.case import Case
+from pipeline.config.case import NOTHING, Case
 from pipeline.config.foreign_rules import FOREIGN_NOTES, FOREIGN_RULES
 from pipeline.config.notes import NOTES
 from pipeline.config.parallel_rules import PARALLEL_RULES
@@ -18,10 +18,16 @@ from pipeline.errors import CompatibilityError
 
 if TYPE_CHECKING:
     from pipeline.checkpoint.architecture import Architecture
+    from pipeline.checkpoint.foreign.holding import Holding
     from pipeline.checkpoint.tensors import TensorInfo
     from pipeline.config.schema import Config
 
 
+# Most ways out name a method or a group size, which a model that is quantized already has.
+AGAIN = (
+    "this model is quantized already: another method or group size means to quantize its 16-bit weights, or to take "
+    "another quantization of it"
+)
 ALL_RULES: tuple[Rule, ...] = (
     *RULES,
     *PARALLEL_RULES,
@@ -34,13 +40,14 @@ ALL_RULES: tuple[Rule, ...] = (
 
 
 def check_compatibility(
-    config: Config, architecture: Architecture, tensors: Mapping[str, TensorInfo]
+    config: Config, architecture: Architecture, tensors: Mapping[str, TensorInfo], holding: Holding = NOTHING
 ) -> tuple[str, ...]:
     """What a user must know about a combination that works, one sentence each; for `validate` and `plan` to show.
 
-    `tensors` are the source checkpoint's headers. Raises CompatibilityError: each broken rule's reason and way out.
+    `tensors` are the source checkpoint's headers, `holding` of its quantized linears. Raises CompatibilityError: each
+    broken rule's reason and way out.
     """
-    case = Case(config=config, architecture=architecture, tensors=tensors)
+    case = Case(config=config, architecture=architecture, tensors=tensors, holding=holding)
     _refuse(ALL_RULES, case)
     notes = (rule.find(case) for rule in (*NOTES, *FOREIGN_NOTES))
     return tuple(note for note in notes if note)
@@ -51,4 +58,5 @@ def _refuse(rules: Iterable[Rule], case: Case) -> None:
     if not broken:
         return
     message = "\n".join(f"{case.config.locate(rule.key)}: {problem}" for rule, problem in broken)
-    raise CompatibilityError(message, hint="; ".join(dict.fromkeys(rule.way_out for rule, _ in broken)))
+    ways_out = [*dict.fromkeys(rule.way_out for rule, _ in broken), *([AGAIN] if case.holding else [])]
+    raise CompatibilityError(message, hint="; ".join(ways_out))

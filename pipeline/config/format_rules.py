@@ -5,7 +5,7 @@ from __future__ import annotations
 from typing import TYPE_CHECKING
 
 from pipeline.network.spec import CACHE_PLUGINS
-from pipeline.quantization.selection import FORMATS, METHODS, Decision
+from pipeline.quantization.selection import FOREIGN_FORMATS, FORMATS, METHODS, Decision
 
 if TYPE_CHECKING:
     from pipeline.config.case import Case
@@ -42,7 +42,7 @@ def find_turing(case: Case) -> str | None:
         return None
     what = (
         "INT4 weights"
-        if any(FORMATS[METHODS[method].format].bits == 4 for method in case.quantize.rules.methods)
+        if any((FORMATS | FOREIGN_FORMATS)[name].bits == 4 for name in case.formats)
         else "float32 weights"
         if case.dtype == "float32"
         else "routed experts, whose router runs in float32,"

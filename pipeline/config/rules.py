@@ -112,6 +112,7 @@ def _find_experts_without_kernel(case: Case) -> str | None:
         return None
     decisions = [linear.decision for linear in case.chosen if linear.role == "experts"]
     found = {decision.format for decision in decisions if isinstance(decision, Decision)} - {*_EXPERT_FORMATS}
+    found |= {held.format for name, held in case.held.items() if ".experts." in name} - {*_EXPERT_FORMATS}
     return f"the plugin moe_experts has no kernel for {', '.join(sorted(found))}" if found else None
 
 

@@ -15,6 +15,7 @@ from pydantic_core import PydanticCustomError
 
 from pipeline.config.backends import BACKENDS, BackendRow
 from pipeline.config.gpus import GPU, find_gpu, load_gpus
+from pipeline.config.package import Package
 from pipeline.config.proof import Context, Continuations, Gates, HeldOut, Verify
 from pipeline.config.section import Positive, Section
 from pipeline.config.settings import (
@@ -22,7 +23,6 @@ from pipeline.config.settings import (
     Calibration,
     Convert,
     GenerationProfile,
-    Package,
     Quantize,
 )
 from pipeline.errors import ConfigError

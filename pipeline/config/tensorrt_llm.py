@@ -40,7 +40,9 @@ class TensorRTLLM(Section):
         default=None, description="Context attention in FP8; null: with FP8 weights and an FP8 cache."
     )
     use_fused_mlp: bool | None = Field(
-        default=None, description="Both halves of the gated MLP as one GEMM; null: unless quantized other than to FP8."
+        default=None,
+        description="Both halves of the gated MLP as one GEMM; null: of weights in 16 bits, FP8 or mixed "
+        "precision, which are all that trtllm-build fuses.",
     )
     multiple_profiles: bool = Field(default=False, description="Several optimization profiles: builds longer.")
     reduce_fusion: bool = Field(default=False, description="Fuse all-reduce, residual and norm (Llama, tensor > 1).")

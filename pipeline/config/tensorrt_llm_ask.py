@@ -6,7 +6,7 @@ from dataclasses import replace
 from typing import TYPE_CHECKING
 
 from pipeline.engine.tensorrt_llm.ask import Ask, StoredLinear
-from pipeline.quantization.selection import HEAD, METHODS, NONE, Decision
+from pipeline.quantization.selection import HEAD
 
 if TYPE_CHECKING:
     from pipeline.config.case import Case
@@ -22,12 +22,13 @@ def make_ask(case: Case) -> Ask:
         dtype=case.dtype,
         parallel=case.parallel.sizes,
         sm=case.gpu.sm,
-        head=METHODS[head].format if (head := case.quantize.rules.head_method) != NONE else None,
+        head=case.head_format,
     )
 
 
 def _list_linears(case: Case) -> list[StoredLinear]:
-    """As `quantize` will store them; where it leaves all as they are, the source's own FP8 stays in blocks."""
+    """As `quantize` will store them; where it leaves all as they are, they stay as they were quantized before, and
+    DeepSeek's FP8 in blocks."""
     rules, kept = case.quantize.rules, BLOCKS if case.kept_fp8 else None
     found = []
     for kind in (kind for kind in case.kinds if kind.first.role != HEAD):
@@ -35,7 +36,7 @@ def _list_linears(case: Case) -> list[StoredLinear]:
         # A model with latent attention is refused whatever its linears are, and V3 has 45,000 of them.
         names = kind.names() if case.architecture.latent is None else (first.target,)
         for index, name in enumerate(names):
-            decision = rules.decide(name, first.role, (rows, columns))
+            decision = case.held.get(name) or rules.decide(name, first.role, (rows, columns))
             linear = StoredLinear(
                 name=name.removesuffix(".weight"),
                 out_features=rows,
@@ -43,7 +44,7 @@ def _list_linears(case: Case) -> list[StoredLinear]:
                 expert=None if first.expert is None else index % kind.experts,
                 format=kept,
             )
-            if isinstance(decision, Decision):
+            if not isinstance(decision, str):
                 linear = replace(linear, format=decision.format, group=decision.group)
             found.append(linear)
     return found

@@ -5,8 +5,9 @@ from __future__ import annotations
 from pipeline.config.case import Case
 from pipeline.config.rules import Rule
 from pipeline.config.tensorrt_llm_rules import of_backend
-from pipeline.engine.tensorrt_llm.request import is_chunked
+from pipeline.engine.tensorrt_llm.request import FUSED, is_chunked
 from pipeline.engine.tensorrt_llm.versions import judge
+from pipeline.quantization.selection import name_algo
 
 
 def _find_paged_attention(case: Case) -> str | None:
@@ -67,7 +68,8 @@ def _find_plugins(case: Case) -> str | None:
         != "disable"
         and not (fused and formats == ["fp8"]),
         "low_latency_gemm_plugin needs FP8 weights": own.low_latency_gemm_plugin != "disable" and formats != ["fp8"],
-        "use_fused_mlp is for 16-bit and FP8 weights": own.use_fused_mlp and formats not in ([], ["fp8"]),
+        "use_fused_mlp is for weights in 16 bits, FP8 or mixed precision": own.use_fused_mlp
+        and name_algo(formats) not in FUSED,
         "multiple_profiles leaves no choice of opt_num_tokens": own.multiple_profiles
         and own.opt_num_tokens is not None,
         f"opt_num_tokens {own.opt_num_tokens} is more than max_num_tokens": (own.opt_num_tokens or 0)

@@ -5,12 +5,11 @@ from __future__ import annotations
 
 from collections.abc import Callable
 
-from pipeline.config.backends import LLMAPI_EXPORTS, OWN_SETTINGS
+from pipeline.config.backends import FOREIGN_LLMAPI_EXPORTS, LLMAPI_EXPORTS, OWN_SETTINGS
 from pipeline.config.case import Case
 from pipeline.config.recipe_rules import offered_formats
 from pipeline.config.rules import Rule
 from pipeline.engine.tensorrt_llm.support import LIMITS, Limit
-from pipeline.quantization.selection import NONE
 
 ENGINE, PYTORCH = "tensorrt_llm", "llmapi"
 BLOCKS = "fp8_blocks"
@@ -68,11 +67,17 @@ def _find_integer_cache(case: Case) -> str | None:
 
 def _find_unexported(case: Case) -> str | None:
     formats = (*case.formats, *(offered_formats(case.config) if case.quantize.recipe.auto else ()))
-    if other := [name for name in formats if name not in LLMAPI_EXPORTS]:
+    exports = LLMAPI_EXPORTS | FOREIGN_LLMAPI_EXPORTS
+    if other := [name for name in formats if name not in exports]:
         return f"{other[0]} is not exported to what the PyTorch backend reads; {', '.join(LLMAPI_EXPORTS)} are"
-    if case.quantize.rules.head_method != NONE:
+    loose = next((name for name, held in case.held.items() if held.format == "fp8_rows" and not held.rounds), None)
+    if loose is not None:
+        return (
+            f"{loose.removesuffix('.weight')} is FP8 without a static scale of its input, which is not exported to it"
+        )
+    if case.head_format is not None:
         return "lm_head would be quantized, and the PyTorch backend reads one of 16 bits"
-    if len({LLMAPI_EXPORTS[name] for name in formats}) > 1:
+    if len({exports[name] for name in formats}) > 1:
         return f"{' and '.join(formats)}: no one checkpoint that the PyTorch backend reads has both"
     return None
 

@@ -6,16 +6,17 @@ The same config is held against the rules of every other backend, without what h
 from __future__ import annotations
 
 from collections.abc import Iterator, Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING, Any
 
 from pipeline.config.backends import BACKENDS, OWN_SETTINGS, BackendRow
-from pipeline.config.case import Case
+from pipeline.config.case import NOTHING, Case
 from pipeline.config.compatibility import ALL_RULES
 from pipeline.errors import TrtseekError
 
 if TYPE_CHECKING:
     from pipeline.checkpoint.architecture import Architecture
+    from pipeline.checkpoint.foreign.holding import Holding
     from pipeline.checkpoint.tensors import TensorInfo
     from pipeline.config.schema import Config
 
@@ -36,28 +37,27 @@ class World:
 
 
 def list_other_worlds(
-    config: Config, architecture: Architecture, tensors: Mapping[str, TensorInfo]
+    config: Config, architecture: Architecture, tensors: Mapping[str, TensorInfo], holding: Holding = NOTHING
 ) -> tuple[World, ...]:
     """One for each other backend; of trtseek's own two, the one that the config is not of is left out where the GPU is
     none of its."""
     return tuple(
-        _look(backend, config, architecture, tensors)
+        _look(Case(config=config, architecture=architecture, tensors=tensors, holding=holding), backend)
         for backend, row in BACKENDS.items()
         if backend != config.target.backend and (row.foreign or backend in config.target.device.backends)
     )
 
 
-def _look(backend: str, config: Config, architecture: Architecture, tensors: Mapping[str, TensorInfo]) -> World:
-    row, own = BACKENDS[backend], config.target.world
+def _look(own: Case, backend: str) -> World:
+    row, config = BACKENDS[backend], own.config
     dropped = list(_list_dropped(backend, config))
-    moved = _move(config, backend, dropped)
-    case = Case(config=moved, architecture=architecture, tensors=tensors)
+    case = replace(own, config=_move(config, backend, dropped))
     try:
         reasons = tuple(problem for rule in ALL_RULES if (problem := rule.find(case)))
     except TrtseekError as error:  # sizes that no rank of its could have
         reasons = (error.message,)
     loses = [".".join(path) for path in dropped]
-    gains = tuple(text for text in row.gives if text not in own.gives)
+    gains = tuple(text for text in row.gives if text not in config.target.world.gives)
     return World(backend=backend, row=row, reasons=reasons, loses=tuple(loses), gains=gains)
 
 

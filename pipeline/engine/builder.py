@@ -25,9 +25,10 @@ from pipeline.engine.description import (
 )
 from pipeline.engine.engine_file import EngineFile, inspect_engine
 from pipeline.engine.limits import FULL, STRIPPED, BuildLimits
-from pipeline.engine.process import read_kilobytes, run_worker
+from pipeline.engine.process import run_worker
 from pipeline.engine.refit_list import REFIT_LIST, load_refit_list
 from pipeline.errors import BuildError
+from pipeline.host_memory import free_memory
 from pipeline.network.inputs import Port, network_inputs, network_outputs
 from pipeline.network.spec import NetworkSpec
 from pipeline.progress import SILENT, Progress, format_amount
@@ -123,8 +124,8 @@ def build_engine(
 
 
 def _warn_about_memory(needed: int, progress: Progress) -> None:
-    available = read_kilobytes(Path("/proc/meminfo"), "MemAvailable")
-    if 0 < available < needed:
+    available = free_memory()
+    if available < needed:
         progress.note(
             f"the build needs about {format_amount(needed, 'B')} of memory, {format_amount(available, 'B')} are free"
         )

@@ -15,6 +15,7 @@ from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, replace
 from pathlib import Path
 
+from pipeline.engine.engine_tensors import LIST, STRING, EngineTensor, count_profiles, merge_profiles, read_tensors
 from pipeline.engine.myelin import Graph, read_graphs
 from pipeline.errors import BuildError
 
@@ -23,20 +24,8 @@ _HEADER = 64
 # Compute capabilities in the header's bit mask. Bit 6 is set, with all others, in an engine built without a target.
 _CAPABILITY_BITS = {0x01: 75, 0x02: 80, 0x04: 86, 0x08: 89, 0x10: 120, 0x20: 121}
 _PROGRAM, _WEIGHTS = "NGNE", "THGW"
-# The serializer writes a 4-byte tag before each value: int32, a list's element, a string.
-_INT, _LIST, _STRING = b"\x07\x80\x01\x00", b"\x01\x80\x08\x80\x01\x00", b"\x01\x80\x0c\x80\x01\x00"
-# name, then its type; then its shape (negative: dynamic); then whether it is an output, and its index.
-_BINDING = re.compile(
-    _STRING + rb"(.{8})([\x20-\x7e]{1,1024}?)\x1c\x80\x01\x00\x03\x80\x01\x00.\x0d\x80\x01\x00" + _INT + rb"(.{4})",
-    re.S,
-)
-_SHAPE = re.compile(rb"Y\x80\x01\x00" + _INT + rb"(.{4})\x01\x80\x09\x80\x01\x00(.{8})", re.S)
-_DIRECTION = re.compile(rb"\x28\x80\x01\x00" + _INT + rb"(.{4})\x06\x80\x01\x00(.{4})", re.S)
 # The engine's name, then the workspace of every profile.
-_WORKSPACES = re.compile(_STRING + rb"(.{8})[\x20-\x7e]{1,1024}?" + _LIST + rb"(.{8})", re.S)
-_PROFILE_SUFFIX = re.compile(r"(.+) \[profile (\d+)\]")
-# Values of TensorRT's DataType.
-_DTYPES = ("float32", "float16", "int8", "int32", "bool", "uint8", "fp8", "bfloat16", "int64", "int4")
+_WORKSPACES = re.compile(STRING + rb"(.{8})[\x20-\x7e]{1,1024}?" + LIST + rb"(.{8})", re.S)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -46,16 +35,6 @@ class Section:
     tag: str
     offset: int
     nbytes: int
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class EngineTensor:
-    """An input or output of the engine; -1 in `shape` is a size chosen at run time."""
-
-    name: str
-    dtype: str
-    shape: tuple[int, ...]
-    is_input: bool
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -138,7 +117,7 @@ def _inspect(path: Path, data: mmap.mmap) -> EngineFile:
         raise _damaged(path, f"has no program section ({_PROGRAM})")
     start, stop = program.offset, program.offset + program.nbytes
     first_graph = data.find(b"header {\n", start, stop)
-    tensors = _read_tensors(data, start, first_graph if first_graph >= 0 else stop)
+    tensors = read_tensors(data, start, first_graph if first_graph >= 0 else stop)
     graphs = tuple(read_graphs(data, start, stop))
     if not tensors or not graphs:
         what = "inputs and outputs" if not tensors else "compiled graph"
@@ -149,7 +128,7 @@ def _inspect(path: Path, data: mmap.mmap) -> EngineFile:
     if workspaces is None:
         found = ", ".join(str(graph.workspace_bytes) for graph in graphs)
         raise _damaged(path, f"states workspaces of {stated} bytes, but its graphs need {found}")
-    merged, shapes = _merge_profiles(tensors, len(grouped))
+    merged, shapes = merge_profiles(tensors, len(grouped))
     (mask,) = struct.unpack_from("<Q", data, 0x20)
     return EngineFile(
         path=path,
@@ -191,32 +170,6 @@ def _read_sections(path: Path, data: mmap.mmap) -> tuple[Section, ...]:
     return tuple(sections)
 
 
-def _read_tensors(data: mmap.mmap, start: int, stop: int) -> tuple[EngineTensor, ...]:
-    tensors: list[tuple[bool, int, EngineTensor]] = []
-    for match in _BINDING.finditer(data, start, stop):
-        length, name, dtype = match.groups()
-        shape = _SHAPE.search(data, match.end(), stop)
-        direction = _DIRECTION.search(data, shape.end(), stop) if shape else None
-        if not shape or not direction or int.from_bytes(length, "little") != len(name):
-            continue
-        if _SHAPE.search(data, shape.end(), direction.start()):
-            continue  # that is another tensor's direction: this one lies between two graphs of the engine
-        rank = int.from_bytes(shape[1], "little")
-        code = int.from_bytes(dtype, "little")
-        if rank > 8 or code >= len(_DTYPES) or shape.end() + 8 * rank > stop:
-            continue
-        dims = struct.unpack_from(f"<{rank}q", data, shape.end())
-        is_output = bool(int.from_bytes(direction[1], "little"))
-        tensor = EngineTensor(
-            name=name.decode(),
-            dtype=_DTYPES[code],
-            shape=tuple(max(dim, -1) for dim in dims),
-            is_input=not is_output,
-        )
-        tensors.append((is_output, int.from_bytes(direction[2], "little"), tensor))
-    return tuple(tensor for _, _, tensor in sorted(tensors, key=lambda item: item[:2]))
-
-
 def _read_workspaces(data: mmap.mmap, start: int, stop: int) -> tuple[int, ...]:
     match = _WORKSPACES.search(data, start, stop)
     if not match:
@@ -227,8 +180,7 @@ def _read_workspaces(data: mmap.mmap, start: int, stop: int) -> tuple[int, ...]:
 
 def _group_graphs(tensors: tuple[EngineTensor, ...], graphs: tuple[Graph, ...]) -> list[tuple[Graph, ...]]:
     """Those of each profile: as many of each, one profile's after the other's."""
-    suffixes = [_PROFILE_SUFFIX.fullmatch(tensor.name) for tensor in tensors]
-    profiles = 1 + max((int(match[2]) for match in suffixes if match), default=0)
+    profiles = count_profiles(tensors)
     each = max(len(graphs) // profiles, 1)
     return [graphs[first : first + each] for first in range(0, len(graphs), each)]
 
@@ -247,26 +199,6 @@ def _share_workspaces(stated: tuple[int, ...], grouped: list[tuple[Graph, ...]])
     if starts[0] != 0:
         return None
     return [sum(stated[start:end]) for start, end in zip(starts, [*starts[1:], len(stated)], strict=True)]
-
-
-def _merge_profiles(
-    tensors: tuple[EngineTensor, ...], count: int
-) -> tuple[tuple[EngineTensor, ...], list[dict[str, tuple[int, ...]]]]:
-    """The file lists every tensor once per profile, as "name [profile 1]" after the first: the tensors once, with -1
-    wherever profiles differ, and the shapes of each profile."""
-    shapes: list[dict[str, tuple[int, ...]]] = [{} for _ in range(count)]
-    for tensor in tensors:
-        suffixed = _PROFILE_SUFFIX.fullmatch(tensor.name)
-        index = int(suffixed[2]) if suffixed else 0
-        if index < count:
-            shapes[index][suffixed[1] if suffixed else tensor.name] = tensor.shape
-    merged = []
-    for tensor in tensors:
-        if tensor.name in shapes[0]:
-            seen = [profile.get(tensor.name, tensor.shape) for profile in shapes]
-            shape = tuple(sizes[0] if len(set(sizes)) == 1 else -1 for sizes in zip(*seen, strict=True))
-            merged.append(replace(tensor, shape=shape))
-    return tuple(merged), shapes
 
 
 def _add_up(counts: Iterable[Mapping[str, int]]) -> dict[str, int]:

@@ -5,8 +5,8 @@ from __future__ import annotations
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from pipeline.checkpoint.folder import read_json
 from pipeline.checkpoint.safetensors_file import SafetensorsFile
+from pipeline.checkpoint.strict_json import read_json
 from pipeline.errors import CheckpointError
 from pipeline.evaluation import rank_contract
 from pipeline.evaluation.rank_contract import Contract

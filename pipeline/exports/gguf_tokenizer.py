@@ -11,7 +11,8 @@ from collections.abc import Iterator, Mapping
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from pipeline.checkpoint.folder import CheckpointFolder, read_json
+from pipeline.checkpoint.folder import CheckpointFolder
+from pipeline.checkpoint.strict_json import read_json
 from pipeline.checkpoint.text import load_tokenizer
 
 if TYPE_CHECKING:

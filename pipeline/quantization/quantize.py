@@ -10,6 +10,7 @@ from __future__ import annotations
 
 import json
 import os
+import re
 import shutil
 from contextlib import contextmanager
 from functools import cached_property
@@ -19,8 +20,7 @@ import torch
 
 from pipeline.checkpoint.engine_config import read_own_key, write_quantized
 from pipeline.checkpoint.layouts import layout_for
-from pipeline.checkpoint.layouts.rows import MTP_PREFIX
-from pipeline.checkpoint.layouts.scales import BLOCK_SCALES, PRESCALE, cache_scale
+from pipeline.checkpoint.layouts.scales import BLOCK_SCALES, FP8, PRESCALE, cache_scale
 from pipeline.checkpoint.shards import Shard, write_index
 from pipeline.checkpoint.tensors import TensorInfo
 from pipeline.errors import CompatibilityError
@@ -49,6 +49,7 @@ if TYPE_CHECKING:
     from pipeline.quantization.settings import QuantizeSettings
     from pipeline.workspace import Workspace
 
+LAYER = re.compile(r"transformer\.(mtp_)?layers\.(\d+)\.")  # of which a tensor is
 PARTS = "parts"  # report and tensor list of each finished shard, until the whole is written
 
 
@@ -112,12 +113,12 @@ class _Run:
             self.progress.note(f"exclude pattern {pattern} matches no linear")
         # Before a layer, behind it, and what its experts read.
         states = 3 * self.calibration.states(0).nbytes if self.measures else 0
-        self.workspace.require(sum(info.nbytes for info in self.source.tensors.values()) + states)
+        left = (names for step, names in self.steps.items() if not self.workspace.is_done(step))
+        self.workspace.require(sum(self._count_bytes(name) for names in left for name in names) + states)
 
     def quantize_layer(self, layer: int) -> None:
         """Measures, chooses, and writes one layer's shard."""
-        prefix = f"transformer.layers.{layer}."
-        names = [name for name in self.source.tensors if name.startswith(prefix)]
+        names = self.steps[f"layer-{layer}"]
         groups = self._group(layer, names)
         captured = None
         watched = sorted({group.seen_at for method, group in groups if METHODS[method].measures})
@@ -145,26 +146,36 @@ class _Run:
         return name_algo(linear.format for linear in self.selection.linears.values())
 
     @cached_property
-    def copied(self) -> dict[str, list[str]]:
-        """Steps that measure nothing, with their tensors: what belongs to no layer, and each layer for multi-token
-        prediction."""
-        steps: dict[str, list[str]] = {"outer": []}
+    def steps(self) -> dict[str, list[str]]:
+        """Each writes a shard, of its tensors: decoder layers; then `copied`."""
+        steps: dict[str, list[str]] = {f"layer-{layer}": [] for layer in range(self.source.architecture.num_layers)}
+        steps["outer"] = []
         for name in self.source.tensors:
-            if name.startswith(MTP_PREFIX):
-                steps.setdefault(f"mtp-{name.removeprefix(MTP_PREFIX).partition('.')[0]}", []).append(name)
-            elif not name.startswith("transformer.layers."):
-                steps["outer"].append(name)
+            found = LAYER.match(name)
+            step = f"{'mtp' if found[1] else 'layer'}-{found[2]}" if found else "outer"
+            steps.setdefault(step, []).append(name)
         return steps
+
+    @property
+    def copied(self) -> list[str]:
+        """Steps that measure nothing: what belongs to no layer, and each layer for multi-token prediction."""
+        return list(self.steps)[self.source.architecture.num_layers :]
+
+    def _count_bytes(self, name: str) -> int:
+        """Of what becomes of a source's tensor, at most: what was in FP8 and is not quantized is written in 16 bits."""
+        linear, info = self.selection.linears.get(name.removesuffix(".weight")), self.source.tensors[name]
+        if linear is not None and name.endswith(".weight"):
+            return linear.nbytes
+        return info.nbytes * (2 if info.dtype == FP8 else 1)
 
     def copy(self, step: str) -> None:
         """Writes the tensors of one such step, as they are but for the head where that is quantized."""
-        index, names = self.source.architecture.num_layers + list(self.copied).index(step), self.copied[step]
+        index, names = list(self.steps).index(step), self.steps[step]
         self._write(step, index, names, self._plan(None, self._group(None, names), None, SILENT))
 
     def finish(self) -> None:
         """Writes index, config, report and copies of the tokenizer; afterwards nothing is left to do."""
-        steps = [*(f"layer-{layer}" for layer in range(self.source.architecture.num_layers)), *self.copied]
-        parts = [json.loads(self._part(step).read_text()) for step in steps]
+        parts = [json.loads(self._part(step).read_text()) for step in self.steps]
         shards = [
             Shard(name=p["file"], infos=tuple(TensorInfo(n, d, tuple(s)) for n, d, s in p["infos"])) for p in parts
         ]

@@ -7,6 +7,8 @@ from typing import TYPE_CHECKING
 
 from pipeline.errors import CompatibilityError
 from pipeline.quantization.selection import (
+    FLOAT32,
+    FORMATS,
     HEAD,
     HEAD_NAME,
     METHODS,
@@ -55,6 +57,11 @@ class Linear:
         if self.group is None:
             raise ValueError(f"{self.name} is stored as {self.format}, without groups")
         return self.group
+
+    @property
+    def nbytes(self) -> int:
+        """In the engine checkpoint, at most: with its scales, and the scale of its inputs that may be beside them."""
+        return FORMATS[self.format].nbytes(self.shape, self.group) + self.shape[1] * FLOAT32
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)

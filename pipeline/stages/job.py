@@ -80,7 +80,7 @@ def _prove(source: CheckpointFolder, ranks: Path, sm: int, progress: Progress) -
 
 STAGE = Stage(
     name="job",
-    version=1,
+    version=2,
     run=_run,
     inputs=("convert", "quantize"),
     parameters=_parameters,

@@ -53,8 +53,8 @@ def check_package(context: StageContext, folder: Path, checkpoint: Path) -> None
 
 def _find_shortage(checkpoint: Path) -> str | None:
     """Why serving from the CPU would not fit in memory, if it would not."""
+    from pipeline.host_memory import free_memory
     from pipeline.progress import format_amount
-    from pipeline.triton.backend.loading import free_memory
 
     needed = MEMORY_BESIDE + MEMORY_PER_BYTE * sum(file.stat().st_size for file in checkpoint.glob("*.safetensors"))
     if needed <= (free := free_memory()):

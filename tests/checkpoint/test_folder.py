@@ -13,7 +13,8 @@ import pytest
 import torch
 from safetensors.torch import load_file, save_file
 
-from pipeline.checkpoint.folder import CheckpointFolder, read_json
+from pipeline.checkpoint.folder import CheckpointFolder
+from pipeline.checkpoint.strict_json import read_json
 from pipeline.errors import CheckpointError
 from tests import fixtures
 

@@ -5,6 +5,7 @@ from pathlib import Path
 import psutil
 import pytest
 
+from pipeline import host_memory
 from pipeline.cli import checkup, main
 
 
@@ -28,7 +29,7 @@ def test_this_machine_passes_and_every_line_has_a_verdict(invoke):
 
 
 def test_memory_is_what_psutil_says():
-    free, total = checkup._read_memory()
+    free, total = host_memory.read_memory()
     assert total <= psutil.virtual_memory().total
     assert 0 < free <= total
     if not Path("/sys/fs/cgroup/memory.max").exists():
@@ -66,7 +67,7 @@ def test_a_gpu_is_named_with_what_can_be_done_on_it(find, monkeypatch):
 def test_little_room_is_a_warning_and_no_permission_a_failure(find, monkeypatch):
     usage = shutil.disk_usage("/")
     monkeypatch.setattr(checkup.shutil, "disk_usage", lambda _: usage._replace(free=1 << 20))
-    monkeypatch.setattr(checkup, "_read_memory", lambda: (1 << 30, 2 << 30))
+    monkeypatch.setattr(host_memory, "read_memory", lambda: (1 << 30, 2 << 30))
     monkeypatch.setattr(checkup, "_read_cpu_flags", lambda: {"sse2"})
     assert (find("disk").verdict, "trtseek gc" in find("disk").advice) == ("warning", True)
     assert find("memory").verdict == "warning"

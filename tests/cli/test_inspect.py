@@ -5,7 +5,10 @@ import pytest
 
 from pipeline.cli.inspection import InspectionError
 from pipeline.errors import BuildError, CheckpointError
+from pipeline.exports.formats import export_checkpoint
 from tests.checkpoint.foreign.cases import write
+from tests.engine.tensorrt_llm import rank_cases
+from tests.exports.support import convert
 
 REPOSITORY = Path(__file__).parents[2] / "model_repo"
 
@@ -134,3 +137,32 @@ def test_weights_without_config(invoke, tmp_path, llama_path):
     (tmp_path / "model.safetensors").write_bytes(b"")
     with pytest.raises(CheckpointError, match=r"config.json is missing"):
         invoke("inspect", str(tmp_path))
+
+
+def test_rank_checkpoints(invoke, tmp_path):
+    engine = rank_cases.make_engine(tmp_path, "llama", "fp8")
+    ranks = tmp_path / "ranks"
+    rank_cases.write(engine, ranks, tensor=2)
+    document = read(invoke, ranks)
+    assert (document["kind"], document["architecture"]) == ("TensorRT-LLM rank checkpoints", "LlamaForCausalLM")
+    assert document["quantization"]["quant_algo"] == "FP8" and document["mapping"]["tp_size"] == 2
+    assert [row["rank"] for row in document["ranks"]] == ["rank0.safetensors", "rank1.safetensors"]
+    assert sum(row["tensors"] for row in document["ranks"]) == sum(row["count"] for row in document["tensors"])
+    assert document["problems"] == []
+    (ranks / "rank1.safetensors").unlink()
+    assert read(invoke, ranks)["problems"] == ["rank1.safetensors is missing"]
+    config = json.loads((ranks / "config.json").read_text())
+    (ranks / "config.json").write_text(json.dumps(config | {"mapping": {"world_size": 10**40}}))
+    assert "no number of ranks" in read(invoke, ranks)["problems"][0]
+
+
+def test_gguf(invoke, tmp_path):
+    engine = convert("llama", tmp_path)
+    export_checkpoint(engine, tmp_path / "gguf", "gguf")
+    document = read(invoke, tmp_path / "gguf/model.gguf")
+    config = json.loads((engine.path / "config.json").read_text())
+    assert (document["kind"], document["architecture"]) == ("GGUF file", "llama")
+    assert document["layers"] == config["num_hidden_layers"] and document["hidden_size"] == config["hidden_size"]
+    assert document["vocabulary"] == config["vocab_size"]
+    assert sum(row["count"] for row in document["tensors"]) > 9 * document["layers"]
+    assert read(invoke, tmp_path / "gguf") == document

@@ -1,3 +1,4 @@
+import contextlib
 import os
 import signal
 import subprocess
@@ -152,6 +153,18 @@ def test_interrupt(capsys, monkeypatch, verb, words):
     monkeypatch.setattr("pipeline.cli.engine.read_config", interrupt)
     assert main._run([verb, *(["small"] if verb == "engine" else [])]) == 130
     assert capsys.readouterr().err.lstrip() == words
+
+
+def test_an_interrupt_that_an_extension_module_made_an_error_of(capsys, monkeypatch):
+    def interrupt(*_, **__):
+        with contextlib.suppress(KeyboardInterrupt):
+            main._interrupt(signal.SIGINT, None)
+        raise ImportError("numpy._core.umath failed to import")
+
+    monkeypatch.setattr(main, "_interrupts", [])
+    monkeypatch.setattr("pipeline.config.json_schema.render_schema", interrupt)
+    assert main._run(["schema"]) == 130
+    assert capsys.readouterr().err == "interrupted\n"
 
 
 @pytest.mark.parametrize(

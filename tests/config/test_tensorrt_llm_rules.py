@@ -165,7 +165,17 @@ SETTINGS = [
         "plugins_agree",
         {**ENGINE, f"{OWN}.use_fused_mlp": True},
         {**FP8, f"{OWN}.use_fused_mlp": True},
-        "use_fused_mlp is for 16-bit and FP8 weights",
+        "use_fused_mlp is for weights in 16 bits, FP8 or mixed precision",
+    ),
+    (
+        "plugins_agree",
+        {**ENGINE, "stages.quantize.method": "smoothquant", f"{OWN}.use_fused_mlp": True},
+        {
+            **ENGINE,
+            "stages.quantize.recipe": {"rows": [{"pattern": "*.attention.dense", "method": "fp8"}]},
+            f"{OWN}.use_fused_mlp": True,
+        },
+        "use_fused_mlp is for weights in 16 bits, FP8 or mixed precision",
     ),
     (
         "plugins_agree",

@@ -13,7 +13,6 @@ from pipeline.stages import package_check
 from pipeline.stages.package import STAGE
 from pipeline.triton import canary, installation
 from pipeline.triton import package as packages
-from pipeline.triton.backend import loading
 from pipeline.triton.errors import ServerError
 
 
@@ -46,7 +45,7 @@ def asked(monkeypatch):
 
     monkeypatch.setattr(canary, "check_package", check)
     monkeypatch.setattr(installation, "find_installation", lambda: None)
-    monkeypatch.setattr(loading, "free_memory", lambda: 64 << 30)
+    monkeypatch.setattr("pipeline.host_memory.free_memory", lambda: 64 << 30)
     return tried
 
 
@@ -94,7 +93,7 @@ def test_without_a_server_it_is_noted_or_an_error(tmp_path, asked, monkeypatch):
 
 
 def test_a_model_larger_than_memory_is_not_tried(tmp_path, asked, monkeypatch):
-    monkeypatch.setattr(loading, "free_memory", lambda: 3 << 30)
+    monkeypatch.setattr("pipeline.host_memory.free_memory", lambda: 3 << 30)
     with open(tmp_path / "model.safetensors", "wb") as file:
         file.truncate(1 << 30)  # a hole: no disk is taken
     context = make_context(tmp_path, "auto")

@@ -316,3 +316,14 @@ def test_an_answer_without_text_is_answered(modules, tokenizer):
     answer = modules["answer"].Answer(tokenizer, make_prompt(modules, tokenizer), row=0, accumulates=False)
     assert answer.add(child([])) == []
     assert texts(answer.finish()) == [""]
+
+
+def test_a_path_leads_to_what_is_behind_a_link_and_is_not_named_after_it(modules, tmp_path):
+    (tmp_path / "ünï/tokenizer").mkdir(parents=True)
+    (tmp_path / "artifacts").symlink_to(tmp_path / "ünï")
+    model = tmp_path / "models/preprocessing"
+    model.mkdir(parents=True)
+    for folder in (model, model.parent):
+        args = {"model_repository": str(folder), "model_name": "preprocessing"}
+        path = modules["text"].resolve_path(args, "../../artifacts/tokenizer")
+        assert path.is_dir() and str(path.relative_to(tmp_path)).isascii()

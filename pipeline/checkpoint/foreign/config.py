@@ -6,9 +6,9 @@ from pathlib import Path
 from typing import TYPE_CHECKING
 
 from pipeline.checkpoint.engine_config import OWN_KEY, QUANTIZATION_KEY
-from pipeline.checkpoint.folder import read_json
 from pipeline.checkpoint.json_text import remove_key, set_keys
 from pipeline.checkpoint.layouts.scales import BLOCK, CONFIG_KEY
+from pipeline.checkpoint.strict_json import read_json
 
 if TYPE_CHECKING:
     from pipeline.checkpoint.foreign.folder import ForeignFolder

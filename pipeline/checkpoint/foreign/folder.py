@@ -13,7 +13,7 @@ from typing import TYPE_CHECKING, Any
 
 from pipeline.checkpoint.foreign.cache import CacheScales, find_cache_scales
 from pipeline.checkpoint.foreign.headers import Headers
-from pipeline.checkpoint.foreign.holding import Held, hold, list_parts
+from pipeline.checkpoint.foreign.holding import WAY_OUT, Held, hold, list_parts, tell_widened
 from pipeline.checkpoint.foreign.linear import PLAIN, ForeignLinear, dequantize
 from pipeline.checkpoint.foreign.methods import READERS, find_settings
 from pipeline.checkpoint.foreign.stacks import level_stacks
@@ -87,25 +87,16 @@ class ForeignFolder:
                 for name in (name for linear in linears for name in linear.tensors):
                     self.folder.release(name)  # their scales were read; resident pages would add up
         level_stacks(mappings, found, self.linears)
+        if exact and (problem := tell_widened(found)):
+            raise CheckpointError(f"{self.path}: {problem}", hint=WAY_OUT)
         self.held = {name: each for name, each in found.items() if isinstance(each, Held)}
+        self.widened = {name: each for name, each in found.items() if isinstance(each, str)}
         self.wide_inputs = sum(
             self.linears[mapping.sources[0]].inputs != PLAIN
             for mapping in mappings
             if mapping.target in self.held and not self.held[mapping.target].rounds
         )
-        self.widened = {name: each for name, each in found.items() if isinstance(each, str)}
-        if self.widened and exact:
-            self._refuse_widened()
         return [each for mapping in mappings for each in self._expand(mapping, dtype)]
-
-    def _refuse_widened(self) -> None:
-        name, reason = next(iter(self.widened.items()))
-        raise CheckpointError(
-            f"{self.path}: {len(self.widened)} of {len(self.widened) + len(self.held)} linears that {self.method} "
-            f"quantized are held by no format of the engine's: {name.removesuffix('.weight')} {reason}",
-            hint="stages.convert.foreign: dequantize carries those in 16 bits, by name in conversion.json; or, for "
-            "float16 scales in a bfloat16 model, set stages.convert.dtype: float16",
-        )
 
     def _expand(self, mapping: Mapping, dtype: str) -> Iterator[Mapping]:
         if mapping.target in self.widened:

@@ -6,7 +6,7 @@ format, and what belongs to their one input must be the same in all.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
@@ -41,6 +41,26 @@ class Held:
     rounds: bool = False
     prescaled: bool = False
     rounded: float = 0.0
+
+
+# Of linears that were quantized, by the engine's names: what holds each, or why nothing does.
+Holding = Mapping[str, Held | str]
+WAY_OUT = (
+    "stages.convert.foreign: dequantize carries those in 16 bits, by name in conversion.json; or, for float16 scales "
+    "in a bfloat16 model, set stages.convert.dtype: float16"
+)
+
+
+def tell_widened(holding: Holding) -> str | None:
+    """How many no format of ours holds, the first of them and why; None where there are none."""
+    reasons = {name: each for name, each in holding.items() if isinstance(each, str)}
+    if not reasons:
+        return None
+    name, reason = next(iter(reasons.items()))
+    return (
+        f"{len(reasons)} of {len(holding)} linears that another tool quantized are held by no format of the engine's: "
+        f"{name.removesuffix('.weight')} {reason}"
+    )
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

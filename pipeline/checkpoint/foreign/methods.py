@@ -6,12 +6,13 @@ from collections.abc import Callable
 from typing import TYPE_CHECKING
 
 from pipeline.checkpoint.engine_config import QUANTIZATION_KEY
-from pipeline.checkpoint.folder import CONFIG, read_json
 from pipeline.checkpoint.foreign.awq import read_awq
 from pipeline.checkpoint.foreign.compressed_tensors import read_compressed_tensors
 from pipeline.checkpoint.foreign.gptq import read_gptq
 from pipeline.checkpoint.foreign.modelopt import read_modelopt
 from pipeline.checkpoint.foreign.settings import Settings
+from pipeline.checkpoint.shard_index import CONFIG
+from pipeline.checkpoint.strict_json import read_json
 from pipeline.errors import CheckpointError
 
 if TYPE_CHECKING:

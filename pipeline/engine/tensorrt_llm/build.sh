@@ -96,5 +96,5 @@ else
     refuse 5 "neither trtllm-build nor docker is found: install docker with NVIDIA's container toolkit, or run this in $image"
 fi
 if [[ -z ${BUILT_IN:-} ]]; then
-    echo "build.sh: the engine is in $output; where trtseek is: trtseek engine $JOB_CONFIG --resume $output"
+    echo "build.sh: the engine is in $output; where trtseek is, with every --set of the run that made the job: trtseek engine $JOB_CONFIG --resume $output"
 fi

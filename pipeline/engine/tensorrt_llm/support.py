@@ -5,6 +5,7 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from dataclasses import dataclass
+from functools import partial
 
 from pipeline.engine.tensorrt_llm.ask import Ask, StoredLinear
 from pipeline.engine.tensorrt_llm.mixed_gemm import DATACENTER_BLACKWELL
@@ -96,12 +97,9 @@ def _find_expert_parallel(ask: Ask) -> str | None:
     return None
 
 
-def _find_blocks(ask: Ask) -> str | None:
-    found = next((linear for linear in ask.linears if linear.format not in (None, "fp8", *INTEGERS)), None)
-    how = {"fp8_blocks": "FP8 in 128 x 128 blocks", "fp8_rows": "FP8 with a scale for each output"}
-    if found is None:
-        return None
-    return f"{found.name} is {how.get(found.format or '', found.format)}, which only its PyTorch backend takes"
+def _find_format(ask: Ask, name: str, what: str) -> str | None:
+    found = next((linear for linear in ask.linears if linear.format == name), None)
+    return f"{found.name} is FP8 {what}" if found else None
 
 
 def _find_head(ask: Ask) -> str | None:
@@ -190,8 +188,18 @@ LIMITS: tuple[Limit, ...] = (
     Limit(
         "no_fp8_blocks",
         "stages.quantize.method",
-        _find_blocks,
-        "use method fp8, or backend llmapi, or stages.convert.dtype: bfloat16 for a checkpoint that is stored so",
+        partial(_find_format, name="fp8_blocks", what="in 128 x 128 blocks, which only its PyTorch backend takes"),
+        "use method fp8, or backend llmapi, or stages.convert.dtype: bfloat16 for DeepSeek's checkpoints, stored so",
+    ),
+    Limit(
+        "no_fp8_rows",
+        "model.path",
+        partial(
+            _find_format,
+            name="fp8_rows",
+            what="with a scale for each output, or for q, k and v each: its engines have one",
+        ),
+        f"use method fp8, whose q, k and v share a scale; {OTHER_BACKENDS}",
     ),
     Limit("head_in_16_bits", "stages.quantize", _find_head, "leave lm_head out of include and recipe"),
     Limit(
@@ -202,7 +210,9 @@ LIMITS: tuple[Limit, ...] = (
     ),
     Limit("w4a8_needs_ada", "stages.quantize.method", _find_w4a8, "use method awq, or a GPU of SM89 or SM90"),
     Limit("engines_in_16_bits", "stages.convert.dtype", _find_float32, "set stages.convert.dtype: float16"),
-    Limit("group_has_kernels", "stages.quantize.group_size", _find_group, "set group_size: 64 or 128, or use fp8"),
+    Limit(
+        "group_has_kernels", "stages.quantize.group_size", _find_group, "set group_size: 64 or 128, or use method fp8"
+    ),
     Limit(
         "kernels_divide",
         "target.parallel.tensor",

@@ -15,6 +15,7 @@ from typing import TYPE_CHECKING, Any, cast
 from pipeline.engine.description import EngineDescription
 from pipeline.engine.tensorrt import list_device_sms
 from pipeline.errors import CompatibilityError, PackageError
+from pipeline.host_memory import free_memory
 from pipeline.runtime.limits import Limits
 from pipeline.triton.backend import ranks
 from pipeline.triton.backend.belonging import check_model, describe
@@ -161,14 +162,6 @@ def serve_on_host(
         vocab_size=architecture.vocab_size,
         kind=f"interpreter, {mode} mode{ranks}",
     )
-
-
-def free_memory() -> int:
-    """Bytes that can be taken without swapping, on Linux."""
-    for line in Path("/proc/meminfo").read_text().splitlines():
-        if line.startswith("MemAvailable:"):
-            return int(line.split()[1]) * 1024
-    raise CompatibilityError("/proc/meminfo does not say how much memory is free")
 
 
 def _count_wanted(description: EngineDescription, parameters: Mapping[str, str]) -> int:

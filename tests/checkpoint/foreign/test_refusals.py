@@ -170,7 +170,7 @@ def test_modelopts_own_file(quantization: dict[str, Any] | None, expected: list[
 
 def test_what_is_held_by_no_format_is_named_with_the_reason(tmp_path: Path) -> None:
     message = refuse(write("gptq-act-order", tmp_path), foreign="exact")
-    assert "15 of 15 linears that gptq quantized are held by no format" in message
+    assert "15 of 15 linears that another tool quantized are held by no format" in message
     assert "transformer.layers.0.attention.qkv has its groups scattered" in message
 
 

@@ -54,7 +54,15 @@ def test_what_is_in_it(job):
     assert (job / "build.sh").read_bytes() == SCRIPT.read_bytes()
     assert subprocess.run(["sha256sum", "--check", "--strict", "--quiet", "SHA256SUMS"], cwd=job).returncode == 0
     text = (job / "README.md").read_text()
-    for wanted in ("H100 (SM90)", "2 rank(s)", "26.07-trtllm-python-py3", "TensorRT-LLM 1.2.1", "10.14.1", "--resume"):
+    for wanted in (
+        "H100 (SM90)",
+        "2 rank(s)",
+        "26.07-trtllm-python-py3",
+        "TensorRT-LLM 1.2.1",
+        "10.14.1",
+        "--resume",
+        "every `--set`",
+    ):
         assert wanted in text
     assert "{" not in text and str(job) not in text
     assert json.loads((job / "job.json").read_text())["request"]["parallel"]["tensor"] == 2

@@ -69,7 +69,7 @@ CASES = [
         "wants moe_ep_size 1",
     ),
     ("no_fp8_blocks", ask(LLAMA, replace(DOWN, format="fp8_blocks")), ask(LLAMA, DOWN), "128 x 128 blocks"),
-    ("no_fp8_blocks", ask(LLAMA, replace(DOWN, format="fp8_rows")), ask(LLAMA, DOWN), "a scale for each output"),
+    ("no_fp8_rows", ask(LLAMA, replace(DOWN, format="fp8_rows")), ask(LLAMA, DOWN), "a scale for each output"),
     ("head_in_16_bits", replace(ask(LLAMA), head="int8"), ask(LLAMA), "exclude_modules has lm_head always"),
     ("no_integers_on_blackwell", ask(LLAMA, DOWN, sm=100), ask(LLAMA, DOWN, sm=120), "int4 on SM100"),
     ("w4a8_needs_ada", ask(LLAMA, W4A8, sm=80), ask(LLAMA, DOWN, sm=80), "Ada's and Hopper's"),
