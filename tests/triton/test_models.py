@@ -11,7 +11,7 @@ from google.protobuf import json_format
 from tokenizers import Tokenizer as BareTokenizer
 from tritonclient.grpc.model_config_pb2 import DataType
 
-from pipeline.triton.model_config import parse_config
+from pipeline.triton.model_config import load_base, parse_config
 from tests.triton.emission import emit
 
 
@@ -142,9 +142,8 @@ def test_prompts_are_encoded_and_padded(load, package, bare):
         assert array.ndim == rank + 1, name  # the batch
 
 
-def test_every_tensor_that_the_ensemble_takes_is_given(load, package):
-    ensemble = parse_config((package.path / "ensemble" / "config.pbtxt").read_text(), "ensemble")
-    step = next(s for s in ensemble.ensemble_scheduling.step if s.model_name == "preprocessing")
+def test_every_tensor_that_an_ensemble_takes_is_given(load):
+    step = next(s for s in load_base("ensemble").ensemble_scheduling.step if s.model_name == "preprocessing")
     (response,) = load("preprocessing").execute(
         [Request(QUERY=strings([b"a"]), REQUEST_OUTPUT_LEN=np.array([[5]], np.int32))]
     )

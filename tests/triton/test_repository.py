@@ -42,6 +42,16 @@ def test_layout(tmp_path, llama_path):
     assert package.network_digest == NETWORK_DIGEST
 
 
+def test_the_ensemble_has_the_code_of_the_text_path(tmp_path, llama_path):
+    package = emit(tmp_path, llama_path)
+    texts = [
+        {file.name: file.read_text() for file in (package.path / model / "1").iterdir()}
+        for model in ("ensemble", "tensorrt_llm_bls")
+    ]
+    assert texts[0] == texts[1]
+    assert "model.py" in texts[0]
+
+
 def test_an_engine_without_weights_takes_its_list_along(tmp_path, llama_path):
     engine = make_engine(tmp_path / "engine", llama_path)
     description = json.loads((engine / "engine.json").read_text())

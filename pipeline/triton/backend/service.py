@@ -85,7 +85,7 @@ class Service:
         return self._take(
             lambda: arrays,
             sender,
-            request_id="",
+            request_id=head["request_id"],
             parameters=head["parameters"],
             timeout_us=head["timeout_us"],
         )
