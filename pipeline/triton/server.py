@@ -18,7 +18,9 @@ import tempfile
 import time
 from collections.abc import Mapping, Sequence
 from pathlib import Path
+from typing import IO
 
+from model_repo.trtseek_text import DRAIN_MARK
 from pipeline.triton import keeper
 from pipeline.triton.addresses import Addresses
 from pipeline.triton.control import Control
@@ -100,20 +102,33 @@ class TritonServer:
             self.stop(grace=0)
             raise
 
+    def drain(self) -> None:
+        """From now on new requests are refused, over every protocol, and those in flight are answered. Triton itself
+        cannot do that: it takes what comes over open gRPC connections until it ends."""
+        if self._folder is not None:
+            self._drain_mark.touch()
+
     def stop(self, *, grace: float | None = None) -> int | None:
         """Ends it: new requests are refused, those in flight have `self.grace` seconds; or the whole end has `grace`.
+        Interrupted, it ends it at once.
 
         Returns the exit status, 0 for a clean end; None where it did not run."""
         status = None
         if self._keeper is not None:
+            self.drain()
             keeper, self._keeper = self._keeper, None
             assert keeper.stdin is not None and keeper.stdout is not None
-            with contextlib.suppress(BrokenPipeError):
-                keeper.stdin.write(f"stop {self._patience if grace is None else grace}\n")
-                keeper.stdin.close()
-            answer = keeper.stdout.read().strip()
-            keeper.stdout.close()
-            keeper.wait()
+            seconds = self._patience if grace is None else grace
+            try:
+                answer = _tell(keeper.stdin, keeper.stdout, seconds)
+            except BaseException:
+                _tell(keeper.stdin, keeper.stdout, 0)
+                raise
+            finally:
+                with contextlib.suppress(BrokenPipeError):
+                    keeper.stdin.close()
+                keeper.stdout.close()
+                keeper.wait()
             status = int(answer) if answer else None
         if self._folder is not None:
             shutil.rmtree(self._folder, ignore_errors=True)
@@ -172,7 +187,7 @@ class TritonServer:
             stdin=subprocess.PIPE,
             stdout=subprocess.PIPE,
             text=True,
-            env={**self.installation.environment(), **self.environment},
+            env={**self.installation.environment(), **self.environment, DRAIN_MARK: str(self._drain_mark)},
             start_new_session=True,
         )
         assert self._keeper.stdin is not None and self._keeper.stdout is not None
@@ -237,6 +252,10 @@ class TritonServer:
         return self._folder
 
     @property
+    def _drain_mark(self) -> Path:
+        return self._place / "draining"
+
+    @property
     def _backends(self) -> Path:
         return self._place / "backends"
 
@@ -252,3 +271,11 @@ class TritonServer:
     @property
     def _hint(self) -> str:
         return f"its log: {self.log}"
+
+
+def _tell(commands: IO[str], answers: IO[str], seconds: float) -> str:
+    """Has the keeper end its server within so many seconds: its last word."""
+    with contextlib.suppress(BrokenPipeError):
+        commands.write(f"stop {seconds}\n")
+        commands.flush()
+    return answers.read().strip()

@@ -52,6 +52,15 @@ class Request:
         return self.sender
 
 
+class ErrorText(str):
+    UNAVAILABLE = "unavailable"
+
+    def __new__(cls, text, code=None):
+        made = super().__new__(cls, text)
+        made.code = code
+        return made
+
+
 class ModelError(Exception):
     pass
 
@@ -65,7 +74,7 @@ def package(tmp_path_factory, llama_path):
 def load(package, monkeypatch):
     """Imports a model as the stub does, its version folder on the path, and initializes it."""
     backend = types.ModuleType("triton_python_backend_utils")
-    backend.Tensor, backend.InferenceResponse, backend.TritonError = Tensor, Response, str
+    backend.Tensor, backend.InferenceResponse, backend.TritonError = Tensor, Response, ErrorText
     backend.Logger = types.SimpleNamespace(log_info=print, log_error=print)
     backend.TritonModelException, backend.TRITONSERVER_RESPONSE_COMPLETE_FINAL = ModelError, 1
     monkeypatch.setitem(sys.modules, "triton_python_backend_utils", backend)
@@ -192,6 +201,16 @@ def test_a_bad_request_is_answered_alone(load, arrays, message):
     assert message in second.error
     assert first.error is None
     assert third.error is None
+
+
+def test_no_text_begins_while_the_server_drains(load, monkeypatch, tmp_path):
+    model = load("preprocessing")
+    request = Request(QUERY=strings([b"a"]), REQUEST_OUTPUT_LEN=np.array([[5]], np.int32))
+    monkeypatch.setenv("TRTSEEK_DRAIN_MARK", str(tmp_path / "draining"))
+    assert model.execute([request])[0].error is None
+    (tmp_path / "draining").touch()
+    (response,) = model.execute([request])
+    assert (response.error, response.error.code) == ("the server is shutting down", "unavailable")
 
 
 def test_an_empty_prompt_is_refused_where_no_token_is_added(load):

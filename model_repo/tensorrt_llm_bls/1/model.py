@@ -16,7 +16,16 @@ import triton_python_backend_utils as pb_utils
 from trtseek_answer import Answer, Arrays
 from trtseek_chat import Prompt, build_inputs, read_prompts, rename_fields
 from trtseek_child import ChildError, Conversation
-from trtseek_text import RequestError, Tokenizer, end_quickly, read_flag, read_parameters, resolve_path
+from trtseek_text import (
+    DRAINING,
+    RequestError,
+    Tokenizer,
+    end_quickly,
+    is_draining,
+    read_flag,
+    read_parameters,
+    resolve_path,
+)
 
 FINAL = pb_utils.TRITONSERVER_RESPONSE_COMPLETE_FINAL
 # Asking whether a client has gone is a round trip of 50 microseconds: at most 5 % of a core goes into it.
@@ -53,7 +62,11 @@ class TritonPythonModel:
                 parameters=json.loads(request.parameters() or "{}"),
                 timeout=int(request.timeout() or 0),
             )
-            self._pool.submit(self._serve, call)
+            if is_draining():
+                call.fail(DRAINING, pb_utils.TritonError.UNAVAILABLE)
+                call.close()
+            else:
+                self._pool.submit(self._serve, call)
 
     def finalize(self) -> None:
         self._closed.set()
