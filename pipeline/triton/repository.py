@@ -21,6 +21,7 @@ from pipeline.digest import digest_file
 from pipeline.errors import BuildError, PackageError
 from pipeline.progress import SILENT, Progress
 from pipeline.triton import MODEL_REPO
+from pipeline.triton.backend.belonging import FORMAT
 from pipeline.triton.emission import (
     ARTIFACTS,
     BACKENDS,
@@ -111,6 +112,7 @@ def describe_models(config: Config, paths: Paths, *, network_digest: str, engine
         "batch_scheduler_policy": package.batch_scheduler_policy,
         "enable_kv_cache_reuse": package.enable_kv_cache_reuse,
         "FORCE_CPU_ONLY_INPUT_TENSORS": "yes",  # the executor plans its steps on the host
+        "package_format": FORMAT,
         "checkpoint_path": paths.checkpoint,
         "network_path": paths.network,
         "network_digest": network_digest,

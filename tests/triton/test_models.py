@@ -255,6 +255,7 @@ def test_lengths_that_do_not_fit_are_refused(load):
     [
         ({"network_digest": "blake3:other"}, "engine.json is of network blake3:abab.*the repository of blake3:other"),
         ({"engine_digest": "blake3:other"}, "not blake3:other"),
+        ({"package_format": "1"}, "tensorrt_llm was emitted by another version of trtseek: it is of format 1, and"),
         ({"gpt_model_path": "../../nowhere"}, "engine.json: .*No such file"),
         ({"checkpoint_path": "../../nowhere"}, "model-00001-of-000003.safetensors is missing"),
         ({"network_path": "config.pbtxt"}, "config.pbtxt: "),
