@@ -358,8 +358,8 @@ def test_memory_is_a_servers_as_long_as_its_process_lives(tmp_path):
         server.start(deadline=120)
         remove_stale_memory()
         assert len(memory(server)) > 1
-        server._keeper.kill()
-        server._keeper.wait()
+        server._kept.keeper.kill()
+        server._kept.keeper.wait()
         remove_stale_memory()
         assert len(memory(server)) > 1
         os.killpg(server.pid, signal.SIGKILL)
