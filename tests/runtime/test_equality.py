@@ -16,10 +16,10 @@ from pipeline.runtime.errors import NonFiniteError
 from pipeline.runtime.executor import Executor, ExecutorSettings
 from pipeline.runtime.handle import Handle
 from pipeline.runtime.limits import Limits
+from pipeline.runtime.policy import Policy
 from pipeline.runtime.request import FinishReason, Priority, Request
 from pipeline.runtime.runner import InterpreterRunner
 from pipeline.runtime.sampling import Sampling
-from pipeline.runtime.scheduler import Policy
 from tests import fixtures
 from tests.network import models
 

@@ -12,8 +12,8 @@ from model_repo.trtseek_text import DRAINING, is_draining
 from pipeline.errors import TrtseekError
 from pipeline.runtime.errors import RequestError, ServingError, ShutdownError
 from pipeline.runtime.executor import Executor, ExecutorSettings
+from pipeline.runtime.policy import Policy
 from pipeline.runtime.request import Priority
-from pipeline.runtime.scheduler import Policy
 from pipeline.triton.backend.door import Door
 from pipeline.triton.backend.metrics import Metrics
 from pipeline.triton.backend.replies import Outbox, Reply
