@@ -19,6 +19,10 @@ import numpy.typing as npt
 
 Int32Array = npt.NDArray[np.int32]
 
+# The environment variable that names a file. While it is there, no new request is taken; those at hand are answered.
+DRAIN_MARK = "TRTSEEK_DRAIN_MARK"
+DRAINING = "the server is shutting down"
+
 
 class RequestError(ValueError):
     """A request that cannot be served as asked; the message is the client's."""
@@ -165,6 +169,12 @@ def end_quickly() -> None:
     time-out. Without effect outside a stub."""
     if "c_python_backend_utils" in sys.modules:
         atexit.register(os._exit, 0)
+
+
+def is_draining() -> bool:
+    """Whether the server takes no new request any more. `trtseek serve` says so; started otherwise, it never does."""
+    mark = os.environ.get(DRAIN_MARK)
+    return mark is not None and os.path.exists(mark)
 
 
 def read_parameters(args: dict[str, str]) -> dict[str, str]:

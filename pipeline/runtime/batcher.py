@@ -5,7 +5,8 @@ One thread calls everything here; `executor.py` is the door for others.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Hashable
+from collections.abc import Callable
+from collections.abc import Sequence as Many
 from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
@@ -14,11 +15,12 @@ import numpy.typing as npt
 
 from pipeline.errors import TrtseekError
 from pipeline.runtime.answers import Answers
-from pipeline.runtime.blocks import BlockPool
+from pipeline.runtime.blocks import BlockPool, hash_blocks
 from pipeline.runtime.errors import NonFiniteError, RunnerError
 from pipeline.runtime.handle import Handle
 from pipeline.runtime.limits import Limits
-from pipeline.runtime.scheduler import Policy, Schedule, Scheduler
+from pipeline.runtime.policy import Policy
+from pipeline.runtime.scheduler import Schedule, Scheduler
 from pipeline.runtime.selection import Work
 from pipeline.runtime.sequence import Sequence
 from pipeline.runtime.statistics import Statistics
@@ -42,8 +44,7 @@ class BatcherSettings:
 
 
 class Batcher:
-    """failures: steps in a row that the runner failed. pins: blocks that were pinned, by what the caller likes.
-    on_start, on_close: see Answers."""
+    """failures: steps in a row that the runner failed. on_start, on_close: see Answers."""
 
     def __init__(
         self,
@@ -68,7 +69,7 @@ class Batcher:
             self.limits, self.pool, settings.policy, preempt=settings.preempt, ageing=settings.ageing
         )
         self.answers = Answers(self.scheduler, self._statistics, self._on_start, self._on_close)
-        self.pins: dict[Hashable, list[int]] = {}
+        self._pins: dict[tuple[str, tuple[int, ...]], list[int]] = {}
 
     def fail_all(self, error: TrtseekError) -> None:
         """Ends every request with an error and starts over with empty pools."""
@@ -90,6 +91,21 @@ class Batcher:
             self._run(schedule)
         self._report(schedule)
         return bool(schedule.work)
+
+    def pin(self, tokens: Many[int], cache_salt: str) -> int:
+        """Keeps the cached blocks of this beginning, unless the requests at hand need the room; how many of its tokens
+        are pinned."""
+        key = (cache_salt, tuple(tokens))
+        blocks = self.pool.find(hash_blocks(tokens, self.limits.block_size, salt=cache_salt))
+        if key not in self._pins and blocks and self.scheduler.pin(blocks):
+            self._pins[key] = blocks
+        return len(self._pins.get(key, ())) * self.limits.block_size
+
+    def unpin(self, tokens: Many[int], cache_salt: str) -> int:
+        """How many tokens were pinned."""
+        blocks = self._pins.pop((cache_salt, tuple(tokens)), [])
+        self.pool.unpin(blocks)
+        return len(blocks) * self.limits.block_size
 
     def check(self) -> None:
         """Raises RuntimeError where the accounts of blocks and requests contradict each other."""

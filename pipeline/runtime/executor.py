@@ -22,7 +22,6 @@ from typing import TYPE_CHECKING
 
 from pipeline.errors import TrtseekError
 from pipeline.runtime.batcher import Batcher, BatcherSettings
-from pipeline.runtime.blocks import hash_blocks
 from pipeline.runtime.errors import QueueFullError, ServingError, ShutdownError
 from pipeline.runtime.handle import Callback, Handle, Output, Result, Timing
 from pipeline.runtime.limits import Limits
@@ -117,25 +116,11 @@ class Executor:
     def pin(self, tokens: Sequence[int], cache_salt: str = "") -> int:
         """Keeps the cached blocks of this beginning until `unpin`; how many of its tokens are cached, 0 also where the
         requests at hand need the room. Call it once a request with that beginning was answered."""
-
-        def work() -> int:
-            hashes = hash_blocks(tokens, self.limits.block_size, salt=cache_salt)
-            blocks = self.batcher.pool.find(hashes)
-            pins, key = self.batcher.pins, (cache_salt, tuple(tokens))
-            if key not in pins and blocks and self.batcher.scheduler.pin(blocks):
-                pins[key] = blocks
-            return len(pins.get(key, ())) * self.limits.block_size
-
-        return self._ask(work)
+        return self._ask(lambda: self.batcher.pin(tokens, cache_salt))
 
     def unpin(self, tokens: Sequence[int], cache_salt: str = "") -> None:
         """Without effect on what is not pinned."""
-
-        def work() -> int:
-            self.batcher.pool.unpin(self.batcher.pins.pop((cache_salt, tuple(tokens)), []))
-            return 0
-
-        self._ask(work)
+        self._ask(lambda: self.batcher.unpin(tokens, cache_salt))
 
     @property
     def healthy(self) -> bool:

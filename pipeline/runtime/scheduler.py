@@ -9,25 +9,16 @@ from __future__ import annotations
 from collections import Counter
 from collections.abc import Sequence as Many
 from dataclasses import dataclass, field
-from enum import Enum
 from itertools import islice
 
 from pipeline.runtime.blocks import BlockPool, Hash
 from pipeline.runtime.errors import RequestError
 from pipeline.runtime.limits import Limits
 from pipeline.runtime.line import WaitingLine
+from pipeline.runtime.policy import Demand, Policy
 from pipeline.runtime.retention import Keep
 from pipeline.runtime.selection import Selector, Work
-from pipeline.runtime.sequence import Rank, Sequence
-
-
-class Policy(Enum):
-    """guaranteed_no_evict: a sequence starts only if the blocks for its longest possible answer are there, and is not
-    paused for want of any. max_utilization: it starts when its prompt fits; when blocks run out, the last ones pause
-    and compute their tokens again later. The names are TensorRT-LLM's."""
-
-    GUARANTEED_NO_EVICT = "guaranteed_no_evict"
-    MAX_UTILIZATION = "max_utilization"
+from pipeline.runtime.sequence import Sequence
 
 
 @dataclass(slots=True)
@@ -51,6 +42,7 @@ class Scheduler:
         self.running: list[Sequence] = []
         self._computing: dict[Hash, Sequence] = {}
         self._selector = Selector(limits)
+        self._demand = Demand(limits, pool, policy)
         self._step = 0
 
     def check_size(self, sequence: Sequence) -> None:
@@ -61,7 +53,7 @@ class Scheduler:
                 "num_return_sequences",
                 f"is {request.num_return_sequences}: at most {self.limits.max_batch_size} sequences run at a time",
             )
-        if (demand := self._whole(sequence)) > room:
+        if (demand := self._demand.whole(sequence)) > room:
             raise RequestError(
                 "max_tokens",
                 f"is {request.max_tokens}, which after a prompt of {sequence.prompt_length} tokens needs {demand} "
@@ -115,10 +107,10 @@ class Scheduler:
 
     def pin(self, blocks: Many[int]) -> bool:
         """Pins blocks that were found, unless what runs or waits then could not be served."""
-        idle = sum(map(self.pool.is_idle, blocks))
-        new = sum(not self.pool.is_pinned(block) for block in blocks)
-        largest = max((self._whole(sequence) for sequence in (*self.running, *self.waiting)), default=0)
-        if self.pool.available - self._reserved() < idle or self.pool.usable - self.pool.pinned - new < largest:
+        free = self.pool.available - self._demand.reserved(self.running) - sum(map(self.pool.is_idle, blocks))
+        room = self.pool.usable - self.pool.pinned - sum(not self.pool.is_pinned(block) for block in blocks)
+        largest = max((self._demand.whole(sequence) for sequence in (*self.running, *self.waiting)), default=0)
+        if free < 0 or room < largest:
             return False
         self.pool.pin(blocks)
         return True
@@ -168,8 +160,8 @@ class Scheduler:
     def _make_room(self, sequence: Sequence, found: list[int], now: float) -> list[Sequence] | None:
         """Whom to pause so that it can start; None where that does not help."""
         seats = self.limits.max_batch_size - sum(other.width for other in self.running) - sequence.width
-        spare = self.pool.available - self._reserved() - sum(map(self.pool.is_idle, found))
-        spare -= self._demand(sequence) - len(found)
+        spare = self.pool.available - self._demand.reserved(self.running) - sum(map(self.pool.is_idle, found))
+        spare -= self._demand.to_start(sequence) - len(found)
         if self.policy is Policy.MAX_UTILIZATION:
             spare -= len(self.running)  # the next block of each, so that it does not pause at once
         victims: list[Sequence] = []
@@ -185,7 +177,7 @@ class Scheduler:
             victim = lower.pop()
             victims.append(victim)
             seats += victim.width
-            spare += self._pending(victim) + (self.policy is Policy.MAX_UTILIZATION)
+            spare += self._demand.pending(victim) + (self.policy is Policy.MAX_UTILIZATION)
             for block in victim.table:
                 let_go[block] += 1
                 spare += let_go[block] == self.pool.holders(block) and block not in kept
@@ -215,47 +207,18 @@ class Scheduler:
             return None
         return retention.of_block(place * self.limits.block_size, sequence.prompt_length)
 
-    def _whole(self, sequence: Sequence) -> int:
-        """Blocks for its longest answer. Sequences that can pause need not all fit together."""
-        whole = self.limits.blocks_for(sequence.longest)
-        if self.policy is Policy.MAX_UTILIZATION or sequence.width == 1:
-            return whole
-        shared = sequence.prompt_length // self.limits.block_size
-        return shared + sequence.width * (whole - shared)
-
-    def _demand(self, sequence: Sequence) -> int:
-        """Blocks that it is to have before another starts: all it can ever need, or those for the tokens it has."""
-        if self.policy is Policy.MAX_UTILIZATION:
-            return self.limits.blocks_for(len(sequence.tokens))
-        return self._whole(sequence)
-
-    def _pending(self, sequence: Sequence) -> int:
-        return max(0, self._demand(sequence) - len(sequence.table))
-
-    def _reserved(self) -> int:
-        """Blocks that the running sequences will still ask for, copies of shared unfinished blocks among them."""
-        shared = {block for sequence in self.running if (block := self._shared_tail(sequence)) is not None}
-        return sum(map(self._pending, self.running)) + sum(self.pool.holders(block) - 1 for block in shared)
-
-    def _shared_tail(self, sequence: Sequence) -> int | None:
-        """The block that its next token goes to, if it is begun and others hold it too."""
-        place, offset = divmod(sequence.cached, self.limits.block_size)
-        if not offset or self.pool.holders(sequence.table[place]) < 2:
-            return None
-        return sequence.table[place]
-
     def _grant(self, chosen: list[Work], schedule: Schedule, now: float) -> None:
         """Gives each its blocks, the first in rank first; with max_utilization, at the cost of the last."""
         granted: set[int] = set()
         for work in sorted(chosen, key=lambda work: work.sequence.rank(now, self.ageing)):
             sequence = work.sequence
-            shared = self._shared_tail(sequence) if sequence.is_running else None
+            shared = self._demand.shared_tail(sequence) if sequence.is_running else None
             needed = self.limits.blocks_for(sequence.cached + work.count) - len(sequence.table)
             while sequence.is_running and self.policy is Policy.MAX_UTILIZATION:
                 if self.pool.available >= needed + (shared is not None):
                     break
                 self._pause(next(other for other in reversed(self._ranked(now)) if id(other) not in granted), schedule)
-                shared = self._shared_tail(sequence) if sequence.is_running else None
+                shared = self._demand.shared_tail(sequence) if sequence.is_running else None
             if not sequence.is_running:
                 continue
             if shared is not None:
@@ -284,7 +247,4 @@ class Scheduler:
         self.pool.release(sequence.table, tainted=tainted)
 
     def _ranked(self, now: float) -> list[Sequence]:
-        def key(sequence: Sequence) -> Rank:
-            return sequence.rank(now, self.ageing)
-
-        return sorted(self.running, key=key)
+        return sorted(self.running, key=lambda sequence: sequence.rank(now, self.ageing))

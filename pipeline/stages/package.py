@@ -79,7 +79,7 @@ FLAVOURS: Mapping[str, Callable[[StageContext], Built]] = {
 }
 STAGE = Stage(
     name="package",
-    version=2,
+    version=3,
     run=_run,
     inputs=("convert", "quantize", "verify", "build"),
     sources=_sources,

@@ -22,7 +22,7 @@ REPOSITORY, BACKENDS, ARTIFACTS = "model_repository", "backends", "artifacts"
 VERSION = "1"
 # Errors of os.link that mean "not here": another file system, one without hard links, too many of them.
 NOT_LINKABLE = (errno.EXDEV, errno.EPERM, errno.EMLINK, errno.ENOTSUP, errno.EOPNOTSUPP)
-# Modules that a model's code imports, copied beside it: name there -> name in model_repo/.
+# A model's own code, and the modules that it imports, in its version folder: name there -> file in model_repo/.
 Modules = Mapping[str, Mapping[str, str]]
 
 
@@ -32,11 +32,12 @@ BY_SOCKET = {"trtseek_child.py": "trtseek_child.py", "trtseek_wire.py": "trtseek
 BY_TRITON = {"trtseek_child.py": "trtseek_child_bls.py"}
 
 
-def list_modules(child: Mapping[str, str]) -> Modules:
-    """The modules of each model. `child`: BY_SOCKET or BY_TRITON."""
+def list_modules(child: Mapping[str, str]) -> dict[str, Mapping[str, str]]:
+    """The code of each model that has its own. `child`: BY_SOCKET or BY_TRITON."""
     text = {"trtseek_text.py": "trtseek_text.py"}
     answers = {name: name for name in ("trtseek_chat.py", "trtseek_stream.py", "trtseek_answer.py")}
-    return {"preprocessing": text, "postprocessing": text, "tensorrt_llm_bls": {**text, **answers, **child}}
+    modules = {"preprocessing": text, "postprocessing": text, "tensorrt_llm_bls": {**text, **answers, **child}}
+    return {model: {"model.py": f"{model}/{VERSION}/model.py", **others} for model, others in modules.items()}
 
 
 def write_models(repository: Path, configs: Mapping[str, Any], modules: Modules) -> None:
@@ -45,10 +46,7 @@ def write_models(repository: Path, configs: Mapping[str, Any], modules: Modules)
         version = repository / model / VERSION
         version.mkdir(parents=True)
         (repository / model / "config.pbtxt").write_text(print_config(config), encoding="utf-8")
-        source = MODEL_REPO / model / VERSION / "model.py"
-        if source.is_file():
-            shutil.copyfile(source, version / source.name)
-        else:
+        if model not in modules:
             # Triton wants the folder, and neither git nor an object store keeps an empty one.
             (version / ".keep").touch()
         for name, module in modules.get(model, {}).items():

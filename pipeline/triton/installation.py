@@ -27,8 +27,8 @@ from pipeline.triton.errors import ServerError
 
 WHEEL = "nvidia-pytriton"
 STUB, LIBRARY, BACKEND_UTILS = "triton_python_backend_stub", "libtriton_python.so", "triton_python_backend_utils.py"
-# Every model imports Triton's utilities.
-SETTINGS = "import sys\n\nsys.path += "
+# Every model imports Triton's utilities. First, as PYTHONPATH is in this process: another trtseek may be installed.
+SETTINGS = "import sys\n\nsys.path[:0] = "
 THIS_PYTHON = f"{sys.version_info.major}.{sys.version_info.minor}"
 
 

@@ -2,8 +2,9 @@
 
     python keeper.py  < commands          (it needs nothing but the standard library)
 
-The first line of standard input is the job as JSON. "stop SECONDS" ends the server gracefully, and so does the end of
-the input: whoever asked for the server may be killed, and then cannot clean up. Whatever the server leaves (stubs that
+The first line of standard input is the job as JSON. "stop SECONDS" ends the server gracefully, within so many seconds,
+which another such line may cut short; and so does the end of the input: whoever asked for the server may be killed, and
+then cannot clean up. Whatever the server leaves (stubs that
 outlive it, their shared memory, the folder it was started over) is ended and removed. Printed are the server's process
 id, and at last the status.
 
@@ -17,14 +18,15 @@ import contextlib
 import ctypes
 import fcntl
 import json
+import math
 import os
 import select
 import shutil
 import signal
 import subprocess
-import sys
 import time
 from pathlib import Path
+from typing import IO
 
 SHARED_MEMORY = Path("/dev/shm")
 OWNER = "owner"  # ends the name of a file beside a server's shared memory, locked while any process of it lives
@@ -33,7 +35,9 @@ _POLL_S, _KILL_S = 0.1, 10.0
 
 
 def main() -> None:
-    job = json.loads(sys.stdin.readline())
+    # Unbuffered: what is there to be read, select sees.
+    commands = open(0, "rb", buffering=0, closefd=False)  # noqa: SIM115
+    job = json.loads(commands.readline())
     # Ctrl-C and a terminal that closes reach the whole foreground: it is for who asked to say when the server ends.
     for number in (signal.SIGINT, signal.SIGTERM, signal.SIGHUP):
         signal.signal(number, signal.SIG_IGN)
@@ -57,7 +61,7 @@ def main() -> None:
         return
     try:
         print(child.pid, flush=True)
-        _end(child, _wait_for_command(child, job["grace"]))
+        _wait_for_end(child, commands, job["grace"])
     finally:
         _kill_group(child.pid)
         remove_shared_memory(job["shared_memory_prefix"])
@@ -102,21 +106,21 @@ def _restore_signals() -> None:
         signal.signal(number, signal.SIG_DFL)
 
 
-def _wait_for_command(child: subprocess.Popen[bytes], grace: float) -> float:
-    """Waits until the server ends by itself, or the input says that it is to: the seconds it then has."""
-    while child.poll() is None:
-        ready, _, _ = select.select([sys.stdin], [], [], _POLL_S)
-        if ready:
-            _, _, seconds = sys.stdin.readline().strip().partition(" ")
-            return float(seconds) if seconds else grace
-    return 0.0
-
-
-def _end(child: subprocess.Popen[bytes], grace: float) -> None:
-    if child.poll() is None:
-        child.terminate()
-        with contextlib.suppress(subprocess.TimeoutExpired):
-            child.wait(grace)
+def _wait_for_end(child: subprocess.Popen[bytes], commands: IO[bytes], grace: float) -> None:
+    """Until the server has ended: by itself, or because it was told to and its time is over. `grace`: the seconds that
+    it has when the input ends."""
+    deadline, is_open = math.inf, True
+    while child.poll() is None and time.monotonic() < deadline:
+        ready, _, _ = select.select([commands] if is_open else [], [], [], _POLL_S)
+        if not ready:
+            continue
+        command, seconds = commands.readline(), grace
+        if command:
+            seconds = float(command.split()[1])
+        is_open = bool(command)
+        if deadline == math.inf:
+            child.terminate()
+        deadline = min(deadline, time.monotonic() + seconds)
     if child.poll() is None:
         child.kill()
         child.wait()

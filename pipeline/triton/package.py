@@ -9,6 +9,7 @@ from typing import Any
 from pipeline.errors import PackageError
 from pipeline.release.manifest import MANIFEST, find_wrong_sizes
 from pipeline.triton import MODEL_REPO
+from pipeline.triton.backend.belonging import check_format
 from pipeline.triton.backend.rehearsal import describe_rehearsal
 from pipeline.triton.emission import BACKENDS, REPOSITORY
 from pipeline.triton.errors import ServerError
@@ -62,8 +63,8 @@ class Package:
 
 
 def find_package(folder: Path) -> Package:
-    """Raises PackageError where the folder is none, or damaged: Triton would say of such a model that it cannot be
-    loaded, and no more."""
+    """Raises PackageError where the folder is none, damaged, or of another version of trtseek: Triton would say that a
+    model cannot be loaded, and no more."""
     repository, backends = folder / REPOSITORY, folder / BACKENDS
     if not repository.is_dir():
         raise PackageError(f"{repository} is missing: {folder} is no package", hint="`trtseek engine CONFIG` makes one")
@@ -81,6 +82,9 @@ def find_package(folder: Path) -> Package:
             f"{folder} is for TensorRT-LLM's LLM API, whose Triton model is in NVIDIA's image alone",
             hint=f"start {folder / SCRIPT} there",
         )
+    if EXECUTOR in configs and configs[EXECUTOR].backend == "trtseek":
+        given = configs[EXECUTOR].parameters
+        check_format(folder, {key: value.string_value for key, value in given.items()})
     is_foreign = EXECUTOR in configs and configs[EXECUTOR].backend == "tensorrtllm"
     if not is_foreign and not backends.is_dir():
         raise PackageError(f"{backends} is missing: {folder} is no package", hint="`trtseek engine CONFIG` makes one")

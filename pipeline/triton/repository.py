@@ -21,6 +21,7 @@ from pipeline.digest import digest_file
 from pipeline.errors import BuildError, PackageError
 from pipeline.progress import SILENT, Progress
 from pipeline.triton import MODEL_REPO
+from pipeline.triton.backend.belonging import FORMAT
 from pipeline.triton.emission import (
     ARTIFACTS,
     BACKENDS,
@@ -90,7 +91,8 @@ def emit_repository(
     folders = {kind: f"../../{ARTIFACTS}/{folder.name}" for kind, folder in artifacts.items()}
     paths = Paths(**folders, network=f"{folders['checkpoint']}/{network.name}")
     models = describe_models(config, paths, network_digest=digest, engine_digest=description.set_digest)
-    write_models(output / REPOSITORY, build_configs(models), list_modules(BY_SOCKET))
+    modules = list_modules(BY_SOCKET)
+    write_models(output / REPOSITORY, build_own_configs(models), modules | {"ensemble": modules["tensorrt_llm_bls"]})
     shutil.copytree(MODEL_REPO / "backends", output / BACKENDS, ignore=shutil.ignore_patterns("__pycache__"))
     check_repository(output / REPOSITORY, backends=output / BACKENDS)
     return Repository(path=output / REPOSITORY, backends=output / BACKENDS, network_digest=digest, artifacts=artifacts)
@@ -110,6 +112,7 @@ def describe_models(config: Config, paths: Paths, *, network_digest: str, engine
         "batch_scheduler_policy": package.batch_scheduler_policy,
         "enable_kv_cache_reuse": package.enable_kv_cache_reuse,
         "FORCE_CPU_ONLY_INPUT_TENSORS": "yes",  # the executor plans its steps on the host
+        "package_format": FORMAT,
         "checkpoint_path": paths.checkpoint,
         "network_path": paths.network,
         "network_digest": network_digest,
@@ -121,18 +124,32 @@ def describe_models(config: Config, paths: Paths, *, network_digest: str, engine
         "runner": package.runner,
         "interpreter_mode": package.interpreter_mode,
     }
+    text = text_parameters(config, paths.tokenizer, max_streams=MAX_STREAMS)
     return Models(
         max_batch_size=build.max_batch_size,
         max_queue_size=package.max_queue_size,
-        parameters={**text_parameters(config, paths.tokenizer, max_streams=MAX_STREAMS), "tensorrt_llm": executor},
-        # One engine and one asynchronous BLS each: an instance more would hold another engine, or split the batch.
+        parameters={**text, "ensemble": text["tensorrt_llm_bls"], "tensorrt_llm": executor},
+        # One engine and one process for each text path: more would hold another engine, or threads have them already.
         instances={
             "preprocessing": package.preprocessing_instances,
             "tensorrt_llm": 1,
             "postprocessing": package.postprocessing_instances,
+            "ensemble": 1,
             "tensorrt_llm_bls": 1,
         },
     )
+
+
+def build_own_configs(models: Models) -> dict[str, Any]:
+    """This flavour's ModelConfigs. Its `ensemble` has an ensemble's tensors and is none: the code of tensorrt_llm_bls
+    by another name, as Triton passes no cancellation on to an ensemble's steps."""
+    configs = build_configs(models)
+    ensemble = configs["ensemble"]
+    ensemble.ClearField("platform")
+    ensemble.ClearField("ensemble_scheduling")
+    ensemble.backend = configs["tensorrt_llm_bls"].backend
+    ensemble.model_transaction_policy.CopyFrom(configs["tensorrt_llm_bls"].model_transaction_policy)
+    return configs
 
 
 def _check_belonging(description: EngineDescription, checkpoint: Path, network: dict[str, Any], origin: Path) -> str:

@@ -6,26 +6,23 @@ runs in explicit mode, so that a model whose process died can be loaded again.
 
 from __future__ import annotations
 
-import contextlib
-import json
 import os
 import re
 import secrets
 import shutil
-import subprocess
-import sys
 import tempfile
 import time
 from collections.abc import Mapping, Sequence
 from pathlib import Path
 
-from pipeline.triton import keeper
+from model_repo.trtseek_text import DRAIN_MARK
 from pipeline.triton.addresses import Addresses
 from pipeline.triton.control import Control
 from pipeline.triton.emission import ARTIFACTS
 from pipeline.triton.errors import ServerError
 from pipeline.triton.installation import Installation, mirror
-from pipeline.triton.processes import PREFIX, find_stubs, is_alive, processor_time, remove_stale_memory
+from pipeline.triton.kept import Kept
+from pipeline.triton.processes import PREFIX, find_stubs, processor_time, remove_stale_memory
 
 STUB_S = 300
 # Triton's exit time-out counts requests in flight and the end of its models' processes together.
@@ -62,8 +59,7 @@ class TritonServer:
         self.addresses = (addresses or Addresses()).resolve()
         self.control = Control(self.addresses, hint=self._hint)
         self.prefix = f"{PREFIX}_{os.getpid()}_{secrets.token_hex(4)}_"
-        self.pid: int | None = None
-        self._keeper: subprocess.Popen[str] | None = None
+        self._kept: Kept | None = None
         self._folder: Path | None = None  # made by start; there is nothing to remove before
         self._log_start = 0  # where this start's lines begin: the log may be that of many
 
@@ -100,25 +96,27 @@ class TritonServer:
             self.stop(grace=0)
             raise
 
+    def drain(self) -> None:
+        """From now on new requests are refused, over every protocol, and those in flight are answered. Triton itself
+        cannot do that: it takes what comes over open gRPC connections until it ends."""
+        if self._folder is not None:
+            self._drain_mark.touch()
+
     def stop(self, *, grace: float | None = None) -> int | None:
         """Ends it: new requests are refused, those in flight have `self.grace` seconds; or the whole end has `grace`.
+        Interrupted, it ends it at once.
 
         Returns the exit status, 0 for a clean end; None where it did not run."""
         status = None
-        if self._keeper is not None:
-            keeper, self._keeper = self._keeper, None
-            assert keeper.stdin is not None and keeper.stdout is not None
-            with contextlib.suppress(BrokenPipeError):
-                keeper.stdin.write(f"stop {self._patience if grace is None else grace}\n")
-                keeper.stdin.close()
-            answer = keeper.stdout.read().strip()
-            keeper.stdout.close()
-            keeper.wait()
-            status = int(answer) if answer else None
-        if self._folder is not None:
-            shutil.rmtree(self._folder, ignore_errors=True)
-            self._folder = None
-        self.pid = None
+        try:
+            if self._kept is not None:
+                self.drain()
+                kept, self._kept = self._kept, None
+                status = kept.stop(self._patience if grace is None else grace)
+        finally:
+            if self._folder is not None:
+                shutil.rmtree(self._folder, ignore_errors=True)
+                self._folder = None
         return status
 
     def __enter__(self) -> TritonServer:
@@ -130,7 +128,12 @@ class TritonServer:
     @property
     def running(self) -> bool:
         """Whether the process is there. It says nothing about the models: ask one."""
-        return self._keeper is not None and self._keeper.poll() is None and is_alive(self.pid)
+        return self._kept is not None and self._kept.running
+
+    @property
+    def pid(self) -> int | None:
+        """Of tritonserver; None where it does not run."""
+        return None if self._kept is None else self._kept.pid
 
     @property
     def stubs(self) -> dict[int, str]:
@@ -167,21 +170,8 @@ class TritonServer:
             "folder": str(self._place),
             "start_in": str(self._models.parent),  # the package's own, as launch.sh does
         }
-        self._keeper = subprocess.Popen(
-            [sys.executable, keeper.__file__],
-            stdin=subprocess.PIPE,
-            stdout=subprocess.PIPE,
-            text=True,
-            env={**self.installation.environment(), **self.environment},
-            start_new_session=True,
-        )
-        assert self._keeper.stdin is not None and self._keeper.stdout is not None
-        self._keeper.stdin.write(json.dumps(job) + "\n")
-        self._keeper.stdin.flush()
-        answer = self._keeper.stdout.readline().strip()
-        if not answer.isdigit():
-            raise ServerError(f"{self.installation.binary} cannot be run: {answer.removeprefix('error ')}")
-        self.pid = int(answer)
+        own = {**self.environment, DRAIN_MARK: str(self._drain_mark)}
+        self._kept = Kept(job, {**self.installation.environment(), **own})
 
     def command(self) -> list[str]:
         """The command line. Its defaults would listen on every interface, and wait 30 s at most for a model's stub."""
@@ -235,6 +225,10 @@ class TritonServer:
         if self._folder is None:
             raise RuntimeError("the server was not started")
         return self._folder
+
+    @property
+    def _drain_mark(self) -> Path:
+        return self._place / "draining"
 
     @property
     def _backends(self) -> Path:

@@ -21,9 +21,11 @@ from pipeline.triton.addresses import LOOPBACK, Addresses
 from pipeline.triton.canary import ANSWER_S, LOAD_S, send_canary
 from pipeline.triton.errors import ServerError
 from pipeline.triton.gate import Gate
-from pipeline.triton.server import TritonServer
+from pipeline.triton.server import UNLOAD_S, TritonServer
 
 WATCH_S = 0.5
+# What has been in flight is seen to be over when nothing is for so long: a model publishes its metrics twice a second.
+SETTLE_S = 1.0
 _REQUESTS = re.compile(r"^nv_trt_llm_request_metrics\{([^}]*)\} (\S+)", re.MULTILINE)
 # More repairs than this within the hour: something is wrong that a repair does not cure.
 MAX_REPAIRS, REPAIR_WINDOW_S = 6, 3600.0
@@ -91,20 +93,32 @@ class Supervisor:
         self._stopping.set()
 
     def close(self) -> None:
-        """Refuses new requests over HTTP, lets those in flight end, and ends the server; what comes over gRPC meanwhile
-        counts as in flight, until the grace is over."""
+        """Refuses new requests, lets those in flight end where it was told to stop, and ends the server; interrupted,
+        at once."""
         self.ready = False
         self.gate.draining = True
-        began = time.monotonic()
-        while self._stopping.is_set() and self.server.running and self._busy():
-            left = self.patience.grace - (time.monotonic() - began)
-            if left <= 0:
-                self._say(f"requests are still in flight after {format_seconds(self.patience.grace)}: they are ended")
-                break
-            time.sleep(min(0.1, left))
-        self.server.grace = max(1.0, self.patience.grace - (time.monotonic() - began))
-        self.gate.close()
-        self.server.stop()
+        grace = 0.0
+        try:
+            self.server.drain()
+            over = self.stopping and self._drain()
+            self.gate.close()
+            # Nothing is in flight then, but Triton waits for clients whose connections stay open.
+            grace = UNLOAD_S if over else 1.0
+        finally:
+            self.server.stop(grace=grace)
+
+    def _drain(self) -> bool:
+        """Whether nothing was in flight any more within the grace."""
+        idle_since = began = time.monotonic()
+        while self.server.running and (now := time.monotonic()) - idle_since < SETTLE_S:
+            if self._busy():
+                idle_since = now
+                if now - began >= self.patience.grace:
+                    grace = format_seconds(self.patience.grace)
+                    self._say(f"requests are still in flight after {grace}: they are ended")
+                    return False
+            time.sleep(0.1)
+        return True
 
     def _start_server(self) -> None:
         began = time.monotonic()
@@ -182,7 +196,7 @@ class Supervisor:
         try:
             text = self.server.control.metrics()
         except ServerError:
-            return False
+            return True
         counts = {labels: float(value) for labels, value in _REQUESTS.findall(text)}
         waiting = sum(count for labels, count in counts.items() if '"active"' in labels or '"waiting"' in labels)
         return self.gate.in_flight > 0 or waiting > 0

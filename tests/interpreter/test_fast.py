@@ -5,25 +5,17 @@ be further off than rounding takes them, which `MOST_FLIPPED` counts.
 """
 
 import itertools
-from pathlib import Path
 from typing import NamedTuple
 
 import pytest
 import torch
 
-from pipeline.checkpoint.convert import convert_checkpoint
-from pipeline.checkpoint.folder import CheckpointFolder
-from pipeline.config.settings import Quantize
 from pipeline.interpreter.numerics import FAST_MARGIN, Mode
 from pipeline.network.program import Program
-from pipeline.network.spec import NetworkSpec
-from pipeline.quantization.quantize import quantize_checkpoint
 from pipeline.runtime.runner import InterpreterRunner
 from pipeline.runtime.steps import Chunk, plan_step
-from pipeline.workspace import FolderWorkspace
-from tests.network.models import read_program
+from tests.interpreter.trained import NAMES, quantize_trained, read_held_out
 
-CHECKPOINTS = Path(__file__).parents[2] / "checkpoints"
 BLOCK, SEQUENCES, LENGTH = 64, 8, 96
 # Of all rows: seen 0.0125 and 0.006 with 2000 rows of deepseek-v2-tiny.
 MOST_OTHERS, MOST_FLIPPED = 0.04, 0.03
@@ -35,23 +27,10 @@ class Trained(NamedTuple):
     exact: torch.Tensor  # [SEQUENCES * LENGTH, V] logits of exact mode
 
 
-@pytest.fixture(scope="module", params=["deepseek-v2-tiny", "deepseek-coder-tiny"])
+@pytest.fixture(scope="module", params=NAMES)
 def trained(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> Trained:
-    from tokenizers import Tokenizer
-
-    folder, source = tmp_path_factory.mktemp("fast"), CHECKPOINTS / request.param
-    convert_checkpoint(
-        CheckpointFolder.open(source), FolderWorkspace(folder / "fp16"), dtype="float16", overflow="refuse"
-    )
-    converted = CheckpointFolder.open(folder / "fp16")
-    quantize_checkpoint(converted, FolderWorkspace(folder / "int4"), settings=Quantize(method="rtn"))
-    checkpoint = CheckpointFolder.open(folder / "int4")
-    spec = NetworkSpec(dtype="float16", block_size=BLOCK, max_seq_len=1024)
-    program = read_program(spec, checkpoint.architecture, checkpoint)
-    assert any(spec.dtype == "int4" for spec in program.constant_specs.values())
-    text = (CHECKPOINTS / "text" / "heldout.txt").read_text(encoding="utf-8")[:20_000]
-    ids = Tokenizer.from_file(str(source / "tokenizer.json")).encode(text).ids[: SEQUENCES * LENGTH]
-    tokens = torch.tensor(ids).reshape(SEQUENCES, LENGTH)
+    program = quantize_trained(request.param, tmp_path_factory.mktemp("fast"), block_size=BLOCK)
+    tokens = torch.tensor(read_held_out(request.param, SEQUENCES * LENGTH)).reshape(SEQUENCES, LENGTH)
     return Trained(program, tokens, run(program, tokens, "exact"))
 
 

@@ -22,10 +22,10 @@ from pipeline.runtime.engine_runner import EngineRunner
 from pipeline.runtime.errors import RunnerError
 from pipeline.runtime.executor import Executor, ExecutorSettings
 from pipeline.runtime.limits import Limits
+from pipeline.runtime.policy import Policy
 from pipeline.runtime.request import Request
 from pipeline.runtime.runner import InterpreterRunner, Runner
 from pipeline.runtime.sampling import Sampling
-from pipeline.runtime.scheduler import Policy
 from pipeline.runtime.steps import Chunk, plan_step
 from tests import fixtures
 from tests.network import models

@@ -16,15 +16,15 @@ from pipeline.runtime.errors import NonFiniteError
 from pipeline.runtime.executor import Executor, ExecutorSettings
 from pipeline.runtime.handle import Handle
 from pipeline.runtime.limits import Limits
+from pipeline.runtime.policy import Policy
 from pipeline.runtime.request import FinishReason, Priority, Request
 from pipeline.runtime.runner import InterpreterRunner
 from pipeline.runtime.sampling import Sampling
-from pipeline.runtime.scheduler import Policy
 from tests import fixtures
 from tests.network import models
 
 BLOCK, VOCABULARY, POISON = 8, 512, 511
-MIXES = 12
+MIXES = 20
 BEGINNING = random.Random(1).choices(range(2, POISON), k=37)
 
 
@@ -37,11 +37,12 @@ def poison(tensors: dict[str, torch.Tensor]) -> None:
 class Served:
     runner: InterpreterRunner
     reference: Any
+    vocabulary: int = VOCABULARY
     answers: dict[Request, list[list[int]]] = field(default_factory=dict)
 
     def executor(self, limits: Limits | None = None, **settings: Any) -> Executor:
         limits = limits or make_limits()
-        return Executor(self.runner, limits, vocab_size=VOCABULARY, settings=ExecutorSettings(**settings))
+        return Executor(self.runner, limits, vocab_size=self.vocabulary, settings=ExecutorSettings(**settings))
 
     def answer_alone(self, request: Request) -> list[list[int]]:
         """Nobody else, nothing shared, the prompt in one piece; checked against transformers where it is greedy."""
@@ -138,8 +139,7 @@ def test_together_as_alone(served: Served, policy: Policy, limits: dict[str, Any
     assert executor.batcher.pool.used == 0
 
 
-@pytest.mark.parametrize("seed", range(MIXES))
-def test_in_any_mix(served: Served, seed: int) -> None:
+def run_mix(served: Served, requests: list[Request], seed: int) -> list[Handle]:
     """Arrivals at random steps, tight pools, preemption by class, beginnings that others left in the cache."""
     rng = random.Random(seed)
     limits = make_limits(
@@ -149,7 +149,7 @@ def test_in_any_mix(served: Served, seed: int) -> None:
         max_chunk=rng.choice([None, 4, 16]),
     )
     executor = served.executor(limits, policy=rng.choice(list(Policy)), ageing=None)
-    waiting = rng.sample(REQUESTS, 6)
+    waiting = rng.sample(requests, 6)
     handles: list[Handle] = []
     while waiting or executor.batcher.answers.live:
         if waiting and rng.random() < 0.4:
@@ -158,9 +158,14 @@ def test_in_any_mix(served: Served, seed: int) -> None:
                 handles.append(executor.submit(replace(request, priority=Priority(rng.randrange(3)))))
         executor.step()
         executor.check()
-    for handle in handles:
-        check(served, handle)
     assert executor.batcher.pool.used == 0
+    return handles
+
+
+@pytest.mark.parametrize("seed", range(MIXES))
+def test_in_any_mix(served: Served, seed: int) -> None:
+    for handle in run_mix(served, REQUESTS, seed):
+        check(served, handle)
 
 
 @pytest.mark.parametrize("policy", Policy)

@@ -13,9 +13,9 @@ from pipeline.runtime.errors import NonFiniteError
 from pipeline.runtime.executor import Executor, ExecutorSettings
 from pipeline.runtime.handle import Handle
 from pipeline.runtime.limits import Limits
+from pipeline.runtime.policy import Policy
 from pipeline.runtime.request import FinishReason, Priority, Request
 from pipeline.runtime.sampling import Sampling
-from pipeline.runtime.scheduler import Policy
 from tests.runtime.fakes import POISON, VOCABULARY, FakeRunner, answer_slowly, log_probs_slowly
 
 MIXES = 300

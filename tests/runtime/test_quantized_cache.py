@@ -14,9 +14,9 @@ from pipeline.checkpoint.tensors import RawTensor
 from pipeline.network.spec import Lowering
 from pipeline.runtime.executor import Executor, ExecutorSettings
 from pipeline.runtime.limits import Limits
+from pipeline.runtime.policy import Policy
 from pipeline.runtime.request import Request
 from pipeline.runtime.runner import InterpreterRunner
-from pipeline.runtime.scheduler import Policy
 from pipeline.runtime.steps import Chunk, plan_step
 from tests import fixtures
 from tests.network import models

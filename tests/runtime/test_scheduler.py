@@ -9,9 +9,10 @@ import pytest
 from pipeline.runtime.blocks import BlockPool, hash_blocks
 from pipeline.runtime.errors import RequestError
 from pipeline.runtime.limits import Limits
+from pipeline.runtime.policy import Policy
 from pipeline.runtime.request import Priority, Request
 from pipeline.runtime.retention import Keep, Retention, TokenRange
-from pipeline.runtime.scheduler import Policy, Schedule, Scheduler
+from pipeline.runtime.scheduler import Schedule, Scheduler
 from pipeline.runtime.sequence import Sequence
 
 SIZE = 4

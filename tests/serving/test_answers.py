@@ -111,8 +111,7 @@ def test_log_probs(served, client):
     assert answer.log_probs == pytest.approx(wanted, abs=2e-3)
 
 
-def raw(url, model, tensors, *, request_id="", parameters=None, on_response=None):
-    """Every response of one request as arrays, over tritonclient itself; `on_response` is called after each."""
+def make_inputs(tensors):
     kinds = {"i": "INT32", "b": "BOOL", "f": "FP32", "O": "BYTES", "u": "UINT64"}
     inputs = []
     for name, array in tensors.items():
@@ -120,6 +119,11 @@ def raw(url, model, tensors, *, request_id="", parameters=None, on_response=None
         tensor = InferInput(name, list(array.shape), kinds[array.dtype.kind])
         tensor.set_data_from_numpy(array)
         inputs.append(tensor)
+    return inputs
+
+
+def raw(url, model, tensors, *, request_id="", parameters=None, on_response=None):
+    """Every response of one request as arrays, over tritonclient itself; `on_response` is called after each."""
     done, responses, errors = threading.Event(), [], []
 
     def take(result, error):
@@ -138,7 +142,7 @@ def raw(url, model, tensors, *, request_id="", parameters=None, on_response=None
     client = InferenceServerClient(url)
     client.start_stream(take)
     client.async_stream_infer(
-        model, inputs, request_id=request_id, enable_empty_final_response=True, parameters=parameters
+        model, make_inputs(tensors), request_id=request_id, enable_empty_final_response=True, parameters=parameters
     )
     assert done.wait(60)
     client.stop_stream()
@@ -151,6 +155,15 @@ def tokens_of(prompt, max_tokens, **others):
         "input_ids": np.array([prompt], np.int32),
         "input_lengths": np.array([[len(prompt)]], np.int32),
         "request_output_len": np.array([[max_tokens]], np.int32),
+        **{name: np.array(value) for name, value in others.items()},
+    }
+
+
+def text_of(text, max_tokens, **others):
+    return {
+        "text_input": np.array([[text.encode()]], np.object_),
+        "max_tokens": np.array([[max_tokens]], np.int32),
+        "end_id": np.array([[-1]], np.int32),
         **{name: np.array(value) for name, value in others.items()},
     }
 
@@ -234,15 +247,22 @@ def test_a_stop_string_ends_an_answer(server, client):
 
 def test_the_ensemble_answers_too(url, client):
     whole = client.ask(Query(text="hello", options={"max_tokens": 12, **QUIET}), timeout=60).text
-    tensors = {
-        "text_input": np.array([[b"hello"]], np.object_),
-        "max_tokens": np.array([[12]], np.int32),
-        "end_id": np.array([[-1]], np.int32),
-    }
-    (response,), _ = raw(url, "ensemble", {**tensors, "exclude_input_in_output": np.array([[True]])})
+    (response,), _ = raw(url, "ensemble", text_of("hello", 12, exclude_input_in_output=[[True]]))
     assert response["text_output"].reshape(-1)[0].decode() == whole
-    responses, _ = raw(url, "ensemble", {**tensors, "stream": np.array([[True]])})
+    responses, _ = raw(url, "ensemble", text_of("hello", 12, stream=[[True]]))
     assert len(responses) > 1
+    assert b"".join(response["text_output"].reshape(-1)[0] for response in responses).decode() == whole
+
+
+def test_the_ensemble_answers_a_batch_row_by_row(url, client):
+    texts = ["hello", "def f(x):"]
+    alone = [client.ask(Query(text=text, options={"max_tokens": 6, **QUIET}), timeout=60).text for text in texts]
+    rows = {name: np.repeat(array, 2, 0) for name, array in text_of("", 6, return_log_probs=[[True]]).items()}
+    rows["text_input"] = np.array([[text.encode()] for text in texts], np.object_)
+    responses, _ = raw(url, "ensemble", {**rows, "exclude_input_in_output": np.array([[True], [True]])})
+    said = {response["batch_index"].item(): response["text_output"].reshape(-1)[0].decode() for response in responses}
+    assert [said[row] for row in range(2)] == alone
+    assert all(response["output_log_probs"].shape == (1, 1, 6) for response in responses)
 
 
 def post(server, path, body, *, headers=None):
@@ -301,12 +321,26 @@ def test_a_client_that_cancels_frees_its_blocks(server, client):
     assert wait_for(lambda: is_idle(server))
 
 
-def test_a_client_that_goes_away_over_http_frees_its_blocks(server):
+def test_a_client_of_the_ensemble_that_cancels_frees_its_blocks(server, url):
+    def cancel():
+        begun = threading.Event()
+        with InferenceServerClient(url) as client:
+            client.start_stream(lambda result, error: begun.set())
+            client.async_stream_infer("ensemble", make_inputs(text_of("hello", 240, stream=[[True]])))
+            assert begun.wait(60)
+            client.stop_stream(cancel_requests=True)
+
+    until_cancelled(server, cancel)
+    assert wait_for(lambda: is_idle(server))
+
+
+@pytest.mark.parametrize("model", ["tensorrt_llm_bls", "ensemble"])
+def test_a_client_that_goes_away_over_http_frees_its_blocks(server, model):
     request = {"text_input": "hello", "max_tokens": 240, "end_id": -1, "stream": True}
 
     def go_away():
         connection = http.client.HTTPConnection("127.0.0.1", server.addresses.http, timeout=60)
-        connection.request("POST", "/v2/models/tensorrt_llm_bls/generate_stream", json.dumps(request))
+        connection.request("POST", f"/v2/models/{model}/generate_stream", json.dumps(request))
         answer = connection.getresponse()
         answer.readline()
         answer.close()
@@ -316,20 +350,22 @@ def test_a_client_that_goes_away_over_http_frees_its_blocks(server):
     assert wait_for(lambda: is_idle(server))
 
 
-def test_stop_ends_the_request_of_the_same_id(server, url):
+@pytest.mark.parametrize("model", ["tensorrt_llm", "ensemble"])
+def test_stop_ends_the_request_of_the_same_id(server, url, model):
     counts = []
+    whole, tokens = text_of("a", 240, stream=[[True]]), tokens_of([5], 240, streaming=[[True]])
 
     def stop():
         begun = threading.Event()
         with concurrent.futures.ThreadPoolExecutor(1) as pool:
-            tensors = tokens_of([5], 240, streaming=[[True]])
-            running = pool.submit(raw, url, "tensorrt_llm", tensors, request_id="to-be-stopped", on_response=begun.set)
+            tensors = tokens if model == "tensorrt_llm" else whole
+            running = pool.submit(raw, url, model, tensors, request_id="to-be-stopped", on_response=begun.set)
             assert begun.wait(60)
             stopping = tokens_of([1], 1, stop=[[True]])
             assert raw(url, "tensorrt_llm", stopping, request_id="to-be-stopped") == ([], [])
             responses, errors = running.result(60)
         assert errors == []
-        counts.append(sum(response["output_ids"].shape[2] for response in responses))
+        counts.append(len(responses))  # none is without a token
 
     until_cancelled(server, stop)
     assert counts[-1] < 240

@@ -2,16 +2,22 @@
 
 import json
 import os
+import queue
 import re
 import signal
 import subprocess
 import sys
+import threading
 import time
 import urllib.error
 import urllib.request
 from pathlib import Path
 
 import pytest
+from tritonclient.grpc import InferenceServerClient
+from tritonclient.utils import InferenceServerException
+
+from tests.serving.test_answers import make_inputs, text_of, tokens_of
 
 TRTSEEK = str(Path(sys.executable).with_name("trtseek"))
 URL = r"gRPC at (\S+), HTTP at (\S+), metrics at (\S+)"
@@ -221,26 +227,59 @@ def test_a_server_that_dies_is_started_again(serving):
     assert serving.query("hello", "--max-tokens=8").stdout == before
 
 
-def test_sigterm_lets_requests_end_and_leaves_nothing(serving, package, files):
+class Sender(threading.Thread):
+    """Sends one request after another on a gRPC connection that it keeps, until that breaks."""
+
+    def __init__(self, address, model, tensors):
+        super().__init__(daemon=True)
+        self.client, self.model, self.inputs = InferenceServerClient(address), model, make_inputs(tensors)
+        self.ended, self.refused, self.others, self.begun = 0, 0, [], threading.Event()
+        self.start()
+
+    def run(self):
+        replies = queue.SimpleQueue()
+        self.client.start_stream(lambda result, error: replies.put((result, error)))
+        while not self.others:
+            answered, final = 0, False
+            try:
+                self.client.async_stream_infer(self.model, self.inputs, enable_empty_final_response=True)
+                while not final:
+                    result, error = replies.get(timeout=60)
+                    if error is not None:
+                        break
+                    answered += 1
+                    self.begun.set()
+                    final = result.get_response().parameters["triton_final_response"].bool_param
+            except InferenceServerException as broken:
+                error = broken
+            if final:
+                self.ended += 1
+                assert not self.refused  # once draining has begun, nothing is taken
+            elif answered == 0 and error.message() == "the server is shutting down":
+                self.refused += 1
+                time.sleep(0.02)
+            else:
+                self.others.append((answered, error.message()))
+
+
+def test_sigterm_lets_requests_end_refuses_new_ones_and_leaves_nothing(serving, package, files):
     processes = serving.processes()
     assert any("keeper" in command for command in processes.values())
-    command = [TRTSEEK, "query", "hello", "--max-tokens=240", "--json", "--url", serving.grpc]
-    running = subprocess.Popen(command, stdout=subprocess.PIPE, text=True)
-    active = 'request_type="active",version="1"} 1'
-
-    def has_begun() -> bool:
-        metrics = urllib.request.urlopen(f"http://{serving.metrics}/metrics").read().decode()
-        return active in metrics or running.poll() is not None
-
-    assert wait_for(has_begun, 120)
+    text = text_of("hello", 240, stream=[[True]])
+    asked = {"tensorrt_llm": tokens_of([5], 240, streaming=[[True]]), "tensorrt_llm_bls": text, "ensemble": text}
+    senders = [Sender(serving.grpc, model, tensors) for model, tensors in asked.items()]
+    assert all(sender.begun.wait(120) for sender in senders)
     serving.process.send_signal(signal.SIGTERM)
     code, (_, errors) = serving.end()
     assert code == 0, errors
-    text, _ = running.communicate(timeout=60)
-    assert json.loads(text)["num_output_tokens"] > 0
+    assert "still in flight" not in errors
     assert wait_for(lambda: not alive(processes), 10), alive(processes)
     assert shared_memory(serving.process.pid) == []
     assert {path.relative_to(package): path.read_bytes() for path in package.rglob("*") if path.is_file()} == files
+    for sender in senders:
+        sender.join(60)
+        assert sender.refused, sender.model
+        assert [answered for answered, _ in sender.others] == [0]  # what broke at the end was no answer
 
 
 @pytest.mark.slow

@@ -8,8 +8,8 @@ from tritonclient.grpc.model_config_pb2 import ModelConfig
 from pipeline.config.schema import Package
 from pipeline.errors import PackageError
 from pipeline.triton import MODEL_REPO
-from pipeline.triton.model_config import MODELS, build_configs, load_base, parse_config, print_config
-from pipeline.triton.repository import Paths, describe_models
+from pipeline.triton.model_config import MODELS, load_base, parse_config, print_config
+from pipeline.triton.repository import Paths, build_own_configs, describe_models
 from tests.triton.emission import make_config
 
 PATHS = Paths(engine="../../e", checkpoint="../../c", network="../../c/network.json", tokenizer="../../t")
@@ -48,7 +48,7 @@ SAMPLES = [
 
 def build(**package):
     models = describe_models(make_config(**package), PATHS, network_digest="blake3:n", engine_digest="blake3:e")
-    return build_configs(models)
+    return build_own_configs(models)
 
 
 @pytest.fixture
@@ -141,7 +141,17 @@ def test_every_setting_is_told_to_a_model(configs):
 
 def test_streaming_models_are_decoupled(configs):
     decoupled = {model for model, config in configs.items() if config.model_transaction_policy.decoupled}
-    assert decoupled == {"tensorrt_llm", "tensorrt_llm_bls"}
+    assert decoupled == {"tensorrt_llm", "tensorrt_llm_bls", "ensemble"}
+
+
+def test_the_ensemble_is_the_text_path_with_an_ensembles_tensors(configs):
+    ensemble, bls, base = configs["ensemble"], configs["tensorrt_llm_bls"], load_base("ensemble")
+    assert (ensemble.name, ensemble.backend, ensemble.platform) == ("ensemble", "python", "")
+    assert not ensemble.HasField("ensemble_scheduling")
+    assert list(ensemble.input) == list(base.input)
+    assert list(ensemble.output) == list(base.output)
+    assert ensemble.parameters == bls.parameters
+    assert list(ensemble.instance_group) == list(bls.instance_group)
 
 
 def test_fields_that_triton_2_51_does_not_know_are_not_used(configs):

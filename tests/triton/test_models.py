@@ -11,7 +11,7 @@ from google.protobuf import json_format
 from tokenizers import Tokenizer as BareTokenizer
 from tritonclient.grpc.model_config_pb2 import DataType
 
-from pipeline.triton.model_config import parse_config
+from pipeline.triton.model_config import load_base, parse_config
 from tests.triton.emission import emit
 
 
@@ -52,6 +52,15 @@ class Request:
         return self.sender
 
 
+class ErrorText(str):
+    UNAVAILABLE = "unavailable"
+
+    def __new__(cls, text, code=None):
+        made = super().__new__(cls, text)
+        made.code = code
+        return made
+
+
 class ModelError(Exception):
     pass
 
@@ -65,7 +74,7 @@ def package(tmp_path_factory, llama_path):
 def load(package, monkeypatch):
     """Imports a model as the stub does, its version folder on the path, and initializes it."""
     backend = types.ModuleType("triton_python_backend_utils")
-    backend.Tensor, backend.InferenceResponse, backend.TritonError = Tensor, Response, str
+    backend.Tensor, backend.InferenceResponse, backend.TritonError = Tensor, Response, ErrorText
     backend.Logger = types.SimpleNamespace(log_info=print, log_error=print)
     backend.TritonModelException, backend.TRITONSERVER_RESPONSE_COMPLETE_FINAL = ModelError, 1
     monkeypatch.setitem(sys.modules, "triton_python_backend_utils", backend)
@@ -142,9 +151,8 @@ def test_prompts_are_encoded_and_padded(load, package, bare):
         assert array.ndim == rank + 1, name  # the batch
 
 
-def test_every_tensor_that_the_ensemble_takes_is_given(load, package):
-    ensemble = parse_config((package.path / "ensemble" / "config.pbtxt").read_text(), "ensemble")
-    step = next(s for s in ensemble.ensemble_scheduling.step if s.model_name == "preprocessing")
+def test_every_tensor_that_an_ensemble_takes_is_given(load):
+    step = next(s for s in load_base("ensemble").ensemble_scheduling.step if s.model_name == "preprocessing")
     (response,) = load("preprocessing").execute(
         [Request(QUERY=strings([b"a"]), REQUEST_OUTPUT_LEN=np.array([[5]], np.int32))]
     )
@@ -195,6 +203,16 @@ def test_a_bad_request_is_answered_alone(load, arrays, message):
     assert third.error is None
 
 
+def test_no_text_begins_while_the_server_drains(load, monkeypatch, tmp_path):
+    model = load("preprocessing")
+    request = Request(QUERY=strings([b"a"]), REQUEST_OUTPUT_LEN=np.array([[5]], np.int32))
+    monkeypatch.setenv("TRTSEEK_DRAIN_MARK", str(tmp_path / "draining"))
+    assert model.execute([request])[0].error is None
+    (tmp_path / "draining").touch()
+    (response,) = model.execute([request])
+    assert (response.error, response.error.code) == ("the server is shutting down", "unavailable")
+
+
 def test_an_empty_prompt_is_refused_where_no_token_is_added(load):
     model = load("preprocessing", add_special_tokens="false")
     (response,) = model.execute([Request(QUERY=strings([b""]), REQUEST_OUTPUT_LEN=np.array([[5]], np.int32))])
@@ -237,6 +255,7 @@ def test_lengths_that_do_not_fit_are_refused(load):
     [
         ({"network_digest": "blake3:other"}, "engine.json is of network blake3:abab.*the repository of blake3:other"),
         ({"engine_digest": "blake3:other"}, "not blake3:other"),
+        ({"package_format": "1"}, "tensorrt_llm was emitted by another version of trtseek: it is of format 1, and"),
         ({"gpt_model_path": "../../nowhere"}, "engine.json: .*No such file"),
         ({"checkpoint_path": "../../nowhere"}, "model-00001-of-000003.safetensors is missing"),
         ({"network_path": "config.pbtxt"}, "config.pbtxt: "),

@@ -1,6 +1,7 @@
 import errno
 import json
 import os
+import re
 import shutil
 
 import pytest
@@ -9,6 +10,7 @@ from pipeline.checkpoint.folder import CheckpointFolder
 from pipeline.digest import digest_file
 from pipeline.errors import PackageError
 from pipeline.triton.model_config import MODELS, parse_config
+from pipeline.triton.package import find_package
 from tests.triton.emission import NETWORK_DIGEST, emit, make_engine
 
 
@@ -40,6 +42,16 @@ def test_layout(tmp_path, llama_path):
     assert {f.name for f in package.artifacts["checkpoint"].iterdir()} == names | {"network.json"}
     assert CheckpointFolder.open(package.artifacts["checkpoint"]).tensors
     assert package.network_digest == NETWORK_DIGEST
+
+
+def test_the_ensemble_has_the_code_of_the_text_path(tmp_path, llama_path):
+    package = emit(tmp_path, llama_path)
+    texts = [
+        {file.name: file.read_text() for file in (package.path / model / "1").iterdir()}
+        for model in ("ensemble", "tensorrt_llm_bls")
+    ]
+    assert texts[0] == texts[1]
+    assert "model.py" in texts[0]
 
 
 def test_an_engine_without_weights_takes_its_list_along(tmp_path, llama_path):
@@ -113,6 +125,23 @@ def test_the_package_can_be_moved(tmp_path, llama_path):
         for key, value in parse_config(text, model).parameters.items():
             if key.endswith(("_path", "_dir")):
                 assert (folder / value.string_value).exists(), (model, key)
+
+
+def test_a_package_of_another_version_is_named_before_it_is_served(tmp_path, llama_path):
+    package = emit(tmp_path, llama_path)
+    assert find_package(tmp_path / "package").repository == package.path
+    config = package.path / "tensorrt_llm" / "config.pbtxt"
+    text = config.read_text()
+    first = re.sub(
+        r'parameters \{\s+key: "package_format"\s+value \{[^}]*\}\s*\}\n', "", text
+    )  # said nothing of its format
+    assert first != text
+    config.write_text(first)
+    with pytest.raises(
+        PackageError, match="/package was emitted by another version of trtseek: it is of format 1"
+    ) as caught:
+        find_package(tmp_path / "package")
+    assert caught.value.hint.startswith("emit it again with this version")
 
 
 def test_two_emissions_are_equal(tmp_path, llama_path):

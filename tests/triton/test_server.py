@@ -1,5 +1,6 @@
 """A real tritonserver, over a model small enough to load in a moment, which tells what its process is like."""
 
+import contextlib
 import dataclasses
 import json
 import os
@@ -9,6 +10,7 @@ import socket
 import subprocess
 import sys
 import textwrap
+import threading
 import time
 import urllib.request
 from pathlib import Path
@@ -97,7 +99,9 @@ def test_what_python_path_names_is_found_though_the_stub_ignores_it(tmp_path, mo
     monkeypatch.setenv("PYTHONPATH", str(tmp_path / "more"))
     with make(tmp_path) as server:
         server.start(deadline=120)
-        assert str(tmp_path / "more") in ask(server)["path"]
+        path = ask(server)["path"]
+    first = path.index(str(tmp_path / "more"))
+    assert all("site-packages" not in folder for folder in path[:first])  # where another trtseek may be installed
 
 
 def test_a_python_based_backend(tmp_path):
@@ -256,6 +260,35 @@ def test_a_dead_stub_is_seen_and_its_model_loaded_again(tmp_path):
         assert ask(server)["prefix"] == sys.prefix
 
 
+BUSY = PROBE.replace("        import pipeline\n", "        import pipeline, time\n        time.sleep(600)\n")
+
+
+def test_an_end_that_is_interrupted_is_made_at_once(tmp_path):
+    """As Ctrl-C does it the second time: nothing may go on in the background."""
+    server = make(tmp_path, code=BUSY)
+    server.start(deadline=120)
+    processes = [server.pid, *server.stubs]
+
+    def ask_in_vain():
+        with contextlib.suppress(OSError):
+            ask(server)
+
+    asking = threading.Thread(target=ask_in_vain)
+    asking.start()
+    before = signal.signal(signal.SIGALRM, signal.default_int_handler)
+    signal.setitimer(signal.ITIMER_REAL, 1.0)
+    began = time.monotonic()
+    try:
+        with pytest.raises(KeyboardInterrupt):
+            server.stop(grace=120)
+    finally:
+        signal.signal(signal.SIGALRM, before)
+    assert time.monotonic() - began < 60
+    asking.join()
+    assert not any(is_alive(pid) for pid in processes)
+    assert memory(server) == []
+
+
 def test_nothing_is_left_when_the_owner_is_killed(tmp_path):
     write_probe(tmp_path)
     code = f"""
@@ -325,8 +358,8 @@ def test_memory_is_a_servers_as_long_as_its_process_lives(tmp_path):
         server.start(deadline=120)
         remove_stale_memory()
         assert len(memory(server)) > 1
-        server._keeper.kill()
-        server._keeper.wait()
+        server._kept.keeper.kill()
+        server._kept.keeper.wait()
         remove_stale_memory()
         assert len(memory(server)) > 1
         os.killpg(server.pid, signal.SIGKILL)

@@ -1,15 +1,17 @@
-"""What a supervisor does before there is a server to supervise; the rest is tested with a package, end to end."""
+"""What a supervisor does before there is a server to supervise, and at its end; the rest is tested with a package, end
+to end."""
 
 import os
 import socket
+import time
 
 import pytest
 
 from pipeline.triton.addresses import Addresses
 from pipeline.triton.errors import ServerError
 from pipeline.triton.installation import find_installation
-from pipeline.triton.server import TritonServer
-from pipeline.triton.supervisor import Patience, Supervisor
+from pipeline.triton.server import UNLOAD_S, TritonServer
+from pipeline.triton.supervisor import SETTLE_S, Patience, Supervisor
 
 
 def test_a_taken_http_port_is_named_and_nothing_of_the_current_folder_is_removed(tmp_path, monkeypatch):
@@ -30,3 +32,72 @@ def test_a_taken_http_port_is_named_and_nothing_of_the_current_folder_is_removed
             supervisor.start()
         supervisor.close()
     assert os.listdir() == ["precious"]
+
+
+class Server:
+    """A server with requests in flight for the first `busy` looks at its metrics."""
+
+    def __init__(self, addresses, busy):
+        self.addresses, self.control, self.running = addresses, self, True
+        self.busy, self.done = busy, []
+
+    def metrics(self):
+        if self.busy == "interrupted":
+            raise KeyboardInterrupt
+        if self.busy == "silent":
+            raise ServerError("it does not answer")
+        self.busy -= 1
+        return f'nv_trt_llm_request_metrics{{model="m",request_type="active"}} {float(self.busy >= 0)}\n'
+
+    def drain(self):
+        self.done.append("drain")
+
+    def stop(self, *, grace):
+        self.done.append(grace)
+
+
+def close(busy, *, grace, stopping=True):
+    """What the server was told, what was said, and the seconds it took."""
+    said = []
+    supervisor = Supervisor(
+        lambda addresses: Server(addresses.resolve(), busy),
+        addresses=Addresses(),
+        max_bytes=1000,
+        patience=Patience(grace=grace),
+        say=said.append,
+    )
+    supervisor.gate.start()
+    if stopping:
+        supervisor.stop()
+    began = time.monotonic()
+    try:
+        supervisor.close()
+    except KeyboardInterrupt:
+        said.append("interrupted")
+    return supervisor.server.done, said, time.monotonic() - began
+
+
+def test_at_the_end_new_requests_are_refused_and_those_in_flight_waited_for():
+    done, said, seconds = close(5, grace=30)
+    assert (done, said) == (["drain", UNLOAD_S], [])
+    assert seconds >= 0.4 + SETTLE_S
+
+
+@pytest.mark.parametrize("busy", [10**6, "silent"])
+def test_what_is_in_flight_after_the_grace_is_ended(busy):
+    done, said, seconds = close(busy, grace=0.5)
+    assert done == ["drain", 1.0]
+    assert said == ["requests are still in flight after 0.5 s: they are ended"]
+    assert seconds >= 0.5
+
+
+def test_without_grace_an_idle_server_ends_in_silence():
+    assert close(0, grace=0)[:2] == (["drain", UNLOAD_S], [])
+
+
+def test_a_server_that_serves_no_more_is_not_waited_for():
+    assert close(10**6, grace=30, stopping=False)[:2] == (["drain", 1.0], [])
+
+
+def test_asked_twice_it_ends_at_once():
+    assert close("interrupted", grace=30)[:2] == (["drain", 0.0], ["interrupted"])

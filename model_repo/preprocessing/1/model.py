@@ -8,12 +8,14 @@ import numpy as np
 import numpy.typing as npt
 import triton_python_backend_utils as pb_utils
 from trtseek_text import (
+    DRAINING,
     RequestError,
     Tokenizer,
     encode_bias,
     encode_prompts,
     encode_words,
     end_quickly,
+    is_draining,
     read_flag,
     read_parameters,
     resolve_path,
@@ -36,6 +38,8 @@ class TritonPythonModel:
         return [self._answer(request) for request in requests]
 
     def _answer(self, request: Any) -> Any:
+        if is_draining():  # a text begins here; what comes to the models after this one has begun
+            return pb_utils.InferenceResponse(error=pb_utils.TritonError(DRAINING, pb_utils.TritonError.UNAVAILABLE))
         inputs = {tensor.name(): tensor.as_numpy() for tensor in request.inputs()}
         try:
             outputs = preprocess(self.tokenizer, inputs)

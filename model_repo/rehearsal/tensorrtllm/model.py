@@ -34,6 +34,7 @@ class TritonPythonModel:
                 parameters,
                 model=args["model_name"],
                 version=args["model_version"],
+                is_entry=False,
             )
         except TrtseekError as error:
             raise pb_utils.TritonModelException(str(error)) from error

@@ -1,8 +1,8 @@
 """Triton model `tensorrt_llm_bls`, the text path for clients: tokenizes, has `tensorrt_llm` generate, and turns its
-tokens into text as they come.
+tokens into text as they come. Flavour trtseek has it a second time, under the name and tensors of `ensemble`.
 
 An instance serves `max_streams` requests at a time: each has a thread, which mostly waits. A client that goes away, or
-cancels, is noticed by one more thread, which then has `tensorrt_llm` stop: an ensemble cannot do that.
+cancels, is noticed by one more thread, which then has `tensorrt_llm` stop: Triton's own ensembles cannot do that.
 """
 
 from __future__ import annotations
@@ -16,7 +16,16 @@ import triton_python_backend_utils as pb_utils
 from trtseek_answer import Answer, Arrays
 from trtseek_chat import Prompt, build_inputs, read_prompts, rename_fields
 from trtseek_child import ChildError, Conversation
-from trtseek_text import RequestError, Tokenizer, end_quickly, read_flag, read_parameters, resolve_path
+from trtseek_text import (
+    DRAINING,
+    RequestError,
+    Tokenizer,
+    end_quickly,
+    is_draining,
+    read_flag,
+    read_parameters,
+    resolve_path,
+)
 
 FINAL = pb_utils.TRITONSERVER_RESPONSE_COMPLETE_FINAL
 # Asking whether a client has gone is a round trip of 50 microseconds: at most 5 % of a core goes into it.
@@ -49,10 +58,15 @@ class TritonPythonModel:
             call = Call(
                 inputs,
                 sender=request.get_response_sender(),
+                request_id=str(request.request_id() or ""),
                 parameters=json.loads(request.parameters() or "{}"),
                 timeout=int(request.timeout() or 0),
             )
-            self._pool.submit(self._serve, call)
+            if is_draining():
+                call.fail(DRAINING, pb_utils.TritonError.UNAVAILABLE)
+                call.close()
+            else:
+                self._pool.submit(self._serve, call)
 
     def finalize(self) -> None:
         self._closed.set()
@@ -94,7 +108,12 @@ class TritonPythonModel:
         with self._lock:
             self._streams[conversation] = call
         try:
-            head = {"parameters": call.parameters, "timeout_us": call.timeout, "outputs": answer.outputs}
+            head = {
+                "request_id": call.request_id,  # by which `tensorrt_llm` is told to stop it
+                "parameters": call.parameters,
+                "timeout_us": call.timeout,
+                "outputs": answer.outputs,
+            }
             for arrays in conversation.ask(head, inputs):
                 call.send(answer.add(arrays))
                 if answer.stopped:
@@ -121,8 +140,10 @@ class TritonPythonModel:
 class Call:
     """One request, and the way to answer it."""
 
-    def __init__(self, inputs: Arrays, *, sender: Any, parameters: dict[str, Any], timeout: int) -> None:
-        self.inputs, self.parameters, self.timeout = inputs, parameters, timeout
+    def __init__(
+        self, inputs: Arrays, *, sender: Any, request_id: str, parameters: dict[str, Any], timeout: int
+    ) -> None:
+        self.inputs, self.request_id, self.parameters, self.timeout = inputs, request_id, parameters, timeout
         self._sender, self._closed = sender, False
         self._error: Any = None
         # Triton crashes when it is asked about a request whose final response it has.

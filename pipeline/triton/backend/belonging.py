@@ -7,8 +7,26 @@ from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
+from pipeline import __version__
 from pipeline.engine.description import DESCRIPTION, EngineDescription, load_description
 from pipeline.errors import PackageError, TrtseekError
+
+# What a package's models are told and how they ask each other; raised where packages of before are not served any more.
+# A package says its own as the parameter `package_format` of `tensorrt_llm`; the first ones said nothing.
+FORMAT = 2
+EMIT_AGAIN = "emit it again with this version: `trtseek engine CONFIG`"
+
+
+def check_format(origin: Path, parameters: Mapping[str, str]) -> None:
+    """Raises PackageError where the model comes from a version of trtseek whose packages this one does not serve.
+    `origin`: what the message names."""
+    found = parameters.get("package_format", "1")
+    if found != str(FORMAT):
+        raise PackageError(
+            f"{origin} was emitted by another version of trtseek: it is of format {found}, and this version "
+            f"({__version__}) serves format {FORMAT}",
+            hint=EMIT_AGAIN,
+        )
 
 
 def check_model(folder: Path, parameters: Mapping[str, str]) -> list[str]:

@@ -18,7 +18,7 @@ from pipeline.errors import CompatibilityError, PackageError
 from pipeline.host_memory import free_memory
 from pipeline.runtime.limits import Limits
 from pipeline.triton.backend import ranks
-from pipeline.triton.backend.belonging import check_model, describe
+from pipeline.triton.backend.belonging import check_format, check_model, describe
 
 if TYPE_CHECKING:
     from pipeline.checkpoint.architecture import Architecture
@@ -53,6 +53,7 @@ def load_model(folder: Path, parameters: Mapping[str, str]) -> Loaded:
     Raises PackageError where engine, checkpoint and proof do not belong together, CompatibilityError where the runner
     that is asked for cannot be had.
     """
+    check_format(folder, parameters)
     if problems := check_model(folder, parameters):
         raise PackageError("; ".join(problems), hint="package the engine again")
     kind = pick_runner(parameters.get("runner", "auto"))

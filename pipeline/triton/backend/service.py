@@ -8,11 +8,12 @@ from collections.abc import Callable, Mapping
 from functools import partial
 from typing import TYPE_CHECKING, Any
 
+from model_repo.trtseek_text import DRAINING, is_draining
 from pipeline.errors import TrtseekError
-from pipeline.runtime.errors import RequestError, ServingError
+from pipeline.runtime.errors import RequestError, ServingError, ShutdownError
 from pipeline.runtime.executor import Executor, ExecutorSettings
+from pipeline.runtime.policy import Policy
 from pipeline.runtime.request import Priority
-from pipeline.runtime.scheduler import Policy
 from pipeline.triton.backend.door import Door
 from pipeline.triton.backend.metrics import Metrics
 from pipeline.triton.backend.replies import Outbox, Reply
@@ -37,8 +38,19 @@ CLOSE_S = 5.0
 class Service:
     """One model instance. `execute` returns at once; everything else happens on the service's own threads."""
 
-    def __init__(self, module: Any, loaded: Loaded, parameters: Mapping[str, str], *, model: str, version: str) -> None:
-        """`module`: triton_python_backend_utils."""
+    def __init__(
+        self,
+        module: Any,
+        loaded: Loaded,
+        parameters: Mapping[str, str],
+        *,
+        model: str,
+        version: str,
+        is_entry: bool = True,
+    ) -> None:
+        """`module`: triton_python_backend_utils. `is_entry`: what comes through Triton comes from clients, and is
+        refused while the server drains; not where the text models ask through Triton too, which refuse themselves."""
+        self._is_entry = is_entry
         self._module, self.log, self.loaded = module, module.Logger, loaded
         self.executor = Executor(
             self.loaded.runner, self.loaded.limits, vocab_size=self.loaded.vocab_size, settings=_settings(parameters)
@@ -69,6 +81,7 @@ class Service:
                 request_id=str(request.request_id() or ""),
                 parameters=read_parameters(request),
                 timeout_us=int(request.timeout() or 0),
+                is_new=self._is_entry,
             )
 
     def close(self) -> None:
@@ -85,9 +98,10 @@ class Service:
         return self._take(
             lambda: arrays,
             sender,
-            request_id="",
+            request_id=head["request_id"],
             parameters=head["parameters"],
             timeout_us=head["timeout_us"],
+            is_new=False,
         )
 
     def _take(self, read: Callable[[], Arrays], sender: Sender, **options: Any) -> Reply | None:
@@ -102,7 +116,14 @@ class Service:
             return None
 
     def _accept(
-        self, tensors: Arrays, sender: Sender, *, request_id: str, parameters: Mapping[str, Any], timeout_us: int
+        self,
+        tensors: Arrays,
+        sender: Sender,
+        *,
+        request_id: str,
+        parameters: Mapping[str, Any],
+        timeout_us: int,
+        is_new: bool,
     ) -> Reply | None:
         if is_stop(tensors):
             if not request_id:
@@ -110,6 +131,8 @@ class Service:
             self._stop(request_id)
             sender.send_final()
             return None
+        if is_new and is_draining():
+            raise ShutdownError(DRAINING)
         if not self.executor.healthy:
             raise ServingError("the executor has failed", hint="the model has to be loaded again")
         requests = read_requests(
