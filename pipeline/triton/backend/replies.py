@@ -126,6 +126,7 @@ class Outbox:
     def __init__(self, on_error: Callable[[Exception], None]) -> None:
         self._on_error = on_error
         self._ready = threading.Condition()
+        self._urgent: OrderedDict[Reply, None] = OrderedDict()
         self._waiting: OrderedDict[Reply, None] = OrderedDict()
         self._closing = False
         self._thread = threading.Thread(target=self._run, name="outbox", daemon=True)
@@ -134,9 +135,11 @@ class Outbox:
     def put(self, reply: Reply, *, urgent: bool) -> None:
         """Something is to be sent. Never blocks."""
         with self._ready:
-            self._waiting.setdefault(reply)
             if urgent:
-                self._waiting.move_to_end(reply, last=False)
+                self._waiting.pop(reply, None)
+                self._urgent.setdefault(reply)
+            elif reply not in self._urgent:
+                self._waiting.setdefault(reply)
             self._ready.notify()
 
     def close(self) -> None:
@@ -149,11 +152,11 @@ class Outbox:
     def _run(self) -> None:
         while True:
             with self._ready:
-                while not self._waiting:
+                while not (self._urgent or self._waiting):
                     if self._closing:
                         return
                     self._ready.wait()
-                reply, _ = self._waiting.popitem(last=False)
+                reply, _ = (self._urgent or self._waiting).popitem(last=False)
             try:
                 reply.send()
             except Exception as error:  # of one reply: Triton refused a response, and the others go on

@@ -135,7 +135,7 @@ def test_under_load_several_steps_share_a_response(post: Post) -> None:
     assert post.of("a") == [([1, 2, 3, 4, 5], False)]
 
 
-def test_first_tokens_and_ends_go_before_the_rest(post: Post) -> None:
+def test_first_tokens_and_ends_go_before_the_rest_in_their_order(post: Post) -> None:
     old, ending, new = Running(), Running(), Running()
     tellers = {name: post.reply(name, each)[1][0] for name, each in (("old", old), ("ending", ending))}
     tellers["old"](old.step(1))
@@ -150,8 +150,8 @@ def test_first_tokens_and_ends_go_before_the_rest(post: Post) -> None:
     post.of("new")
     assert post.log[2:] == [
         ("other", [0], False),
-        ("new", [1, 2], False),
         ("ending", [2], True),
+        ("new", [1, 2], False),
         ("old", [2], False),
     ]
 
