@@ -31,7 +31,7 @@ from pipeline.network.spec import Lowering, NetworkSpec
 from pipeline.runtime.device import CudaDevice
 from pipeline.runtime.runner import InterpreterRunner, Runner
 from pipeline.runtime.steps import Chunk
-from plugins.compiler import SMS
+from plugins.compiler import SMS, choose_sm
 
 MODEL = Path(__file__).parents[1] / "checkpoints" / "deepseek-v2-tiny"
 LIMITS = BuildLimits(
@@ -144,7 +144,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
 
 def _check_kernels(device: CudaDevice, deadline: float, save: Path | None) -> bool:
     """Of all operations that have kernels for this GPU."""
-    sm = max((sm for sm in SMS if sm <= device.sm), default=device.sm)
+    sm = choose_sm(device.sm)
     rows: list[Row] = []
     try:
         for row in measure_kernels(sm, deadline):

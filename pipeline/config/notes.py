@@ -68,7 +68,9 @@ def _note_plugins(case: Case) -> str | None:
 
 
 def _note_no_experts(case: Case) -> str | None:
-    if case.build.lowering.moe_experts != "plugin" or case.architecture.experts is not None:
+    lowering = case.build.lowering
+    is_asked = lowering.moe_experts == "plugin" and "moe_experts" in lowering.model_fields_set
+    if not is_asked or case.architecture.experts is not None:
         return None
     return f"moe_experts has nothing to do: {case.architecture.name} has no routed experts"
 

@@ -17,11 +17,11 @@ from benchmarks.kernel_inputs import count_bytes, draw_inputs
 from benchmarks.kernels import BARS, Row, compare, list_rows
 from benchmarks.loopback import keep_local, loop_back
 from benchmarks.passed import main as record_main
-from benchmarks.passed import save_run
 from plugins.operation import Exchange, Input, Operation, Scratch
 from plugins.passed import find_run
 from plugins.resources import list_subjects
 from plugins.simulator import Simulator
+from tests.passes import save_fake_run
 from tests.plugins.experts_cases import BASE, STORAGES
 from tests.plugins.test_moe_all_to_all import COMBINE, DISPATCH
 from tests.plugins.test_paged_attention import GROUPED, LATENT
@@ -103,14 +103,6 @@ def test_a_rank_alone_gets_back_what_it_sends(monkeypatch: pytest.MonkeyPatch) -
     assert (read, copied) == ([(300, 2, 5)], [(900, 100, 7 * 64, 5)])
 
 
-def fake_run(path: Path, change: Callable[[Row], Row | None] = lambda row: row) -> Path:
-    """As a GPU of SM90 would have saved it, every kernel right but for what `change` says."""
-    rows = [replace(row, error=0.5, seconds=1e-5, of_floor=0.9, unfused=3.0) for row, _ in list_rows(90)]
-    changed = [row for row in map(change, rows) if row is not None]
-    save_run(path, changed, sm=90, device="NVIDIA H200")
-    return path
-
-
 @pytest.fixture
 def table(tmp_path: Path) -> Path:
     path = tmp_path / "passed.json"
@@ -121,7 +113,7 @@ def table(tmp_path: Path) -> Path:
 
 
 def test_a_saved_run_fills_the_table_once(tmp_path: Path, table: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    run = fake_run(tmp_path / "run.json")
+    run = save_fake_run(tmp_path / "run.json")
     for _ in range(2):
         assert record_main([str(run)], table) == 0
     modules = {kernel.module for _, operation, _ in list_subjects() for kernel in operation.kernels()}
@@ -149,7 +141,7 @@ def test_one_bad_row_keeps_its_kernels_out(
 ) -> None:
     change, why = FAULTS[fault]
     name = "rope_paged_kv, Llama-8B, fp8 cache, prefill"
-    run = fake_run(tmp_path / "run.json", lambda row: change(row) if row.name == name else row)
+    run = save_fake_run(tmp_path / "run.json", lambda row: change(row) if row.name == name else row)
     assert record_main([str(run)], table) == 0
     for operation in (HEADS, LATENT_ROPE):  # one module has both
         assert all(find_run(kernel, 90, table) is None for kernel in operation.kernels())
@@ -159,7 +151,7 @@ def test_one_bad_row_keeps_its_kernels_out(
 
 def test_a_run_of_nothing_records_nothing(tmp_path: Path, table: Path) -> None:
     before = table.read_text()
-    assert record_main([str(fake_run(tmp_path / "run.json", lambda _: None))], table) == 1
+    assert record_main([str(save_fake_run(tmp_path / "run.json", lambda _: None))], table) == 1
     assert json.loads(table.read_text()) == json.loads(before)
 
 
