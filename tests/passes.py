@@ -9,7 +9,7 @@ from pathlib import Path
 
 import pytest
 
-from benchmarks.kernels import Row, list_rows
+from benchmarks.kernel_rows import Row, list_rows
 from benchmarks.passed import save_run
 from plugins import passed
 
@@ -29,7 +29,9 @@ def save_fake_run(
     path: Path, change: Callable[[Row], Row | None] = lambda row: row, sm: int = 90, device: str = "NVIDIA H200"
 ) -> Path:
     """Every kernel right but for what `change` says → the saved run."""
-    rows = [replace(row, error=0.5, seconds=1e-5, of_floor=0.9, unfused=3.0) for row, _ in list_rows(sm)]
+    rows = [
+        replace(row, error=0.5, seconds=1e-5, of_floor=0.9, of_bandwidth=0.9, unfused=3.0) for row, _ in list_rows(sm)
+    ]
     changed = [row for row in map(change, rows) if row is not None]
     save_run(path, changed, sm=sm, device=device)
     return path
