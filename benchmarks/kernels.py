@@ -147,6 +147,7 @@ def _make_starter(carried: Carried, exchange: Callable[[Exchange, Locate, int], 
 
     def start(op: Operation, inputs: list[torch.Tensor], outputs: list[torch.Tensor]) -> None:
         nonlocal scratch
+        op.check_dense(inputs)
         shapes = [tuple(tensor.shape) for tensor in inputs]
         if (needed := op.scratch_bytes(shapes)) > len(scratch):
             scratch = torch.empty(needed, dtype=torch.uint8, device=DEVICE)
