@@ -30,8 +30,7 @@ def _note_fp8_blocks(case: Case) -> str | None:
         return None
     return (
         "FP8 blocks stay in the engine and are multiplied out at every step: they save memory, not time, and the "
-        "workspace holds the widest of them in 16 bits, a routed layer's stack of experts at once, which the plan does "
-        "not count"
+        "workspace holds the widest of them in 16 bits, a routed layer's stack of experts at once"
     )
 
 
