@@ -126,6 +126,14 @@ def test_rows_are_measured_one_by_one(simulator: Simulator, monkeypatch: pytest.
     assert [row.describe() for row in kernels.measure_rows(ROWS[:1], {HEADS: Carried({})}, 0)] == ["not measured"]
 
 
+def test_what_does_not_compile_is_told() -> None:
+    """FP8 on SM80, which has no such type."""
+    fp8 = replace(HEADS, pool_dtype="fp8")
+    found = kernels.compile_all([HEADS, fp8, HEADS], 80)
+    assert found.keys() == {HEADS, fp8} and "does not compile for SM80" in str(found[fp8])
+    assert isinstance(kept := found[HEADS], Carried) and [*kept.functions] == [(0, 80)]
+
+
 def test_times_are_medians_of_events(monkeypatch: pytest.MonkeyPatch) -> None:
     clock = itertools.count()
 
