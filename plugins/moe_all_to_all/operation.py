@@ -129,18 +129,11 @@ class MoeDispatch(_AllToAll):
         local = self.experts // self.ranks
         travels = "*i8" if message.scaled else POINTERS[self.dtype]
         ranked = {"TOP_K": self.top_k, "EXPERTS": self.experts, "LOCAL": local, "COLUMNS": columns, "TILE": RANKED_ROWS}
-        layout = {
-            "HIDDEN": self.hidden,
+        layout = message.constants() | {
             "TILE": power_of_two(self.hidden),
-            "TOP_K": self.top_k,
             "COLUMNS": columns,
             "RANKS": self.ranks,
             "RANK_TILE": power_of_two(self.ranks),
-            "FP8": message.scaled,
-            "STRIDE": message.bytes // message.element_bytes,
-            "WORDS": message.bytes // 4,
-            "EXPERTS_AT": message.experts_at // 4,
-            "WEIGHTS_AT": message.weights_at // 4,
         }
         x, ids, weights = ("x", POINTERS[self.dtype]), ("ids", "*i32"), ("weights", "*fp32")
         places, counts, sent = ("places", "*i32"), ("counts", "*i32"), (("words", "*i32"), ("rows", travels))
