@@ -13,7 +13,7 @@ from __future__ import annotations
 import multiprocessing
 import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from concurrent.futures import ProcessPoolExecutor
+from concurrent.futures import Future, ProcessPoolExecutor
 from dataclasses import replace
 from functools import partial
 
@@ -71,22 +71,25 @@ def measure_kernels(sm: int, deadline: float, until: float) -> Iterator[Row]:
                 left, barren = left[1:], 0
                 yield row
         except LostError as lost:
-            (row, _), *left = left
-            yield replace(row, failure=str(lost))
+            for row, _ in left[:1]:  # none where it was lost after the last
+                yield replace(row, failure=str(lost))
+            left = left[1:]
     yield from (row for row, _ in left)
 
 
 def compile_all(operations: Sequence[Operation], sm: int) -> dict[Operation, Carried | str]:
     """The kernels of each, or why they do not compile: on all processors, since one would take minutes."""
-    distinct = list(dict.fromkeys(operations))
     with ProcessPoolExecutor(mp_context=multiprocessing.get_context("spawn")) as pool:
-        return dict(zip(distinct, pool.map(partial(_compile, sm=sm), distinct), strict=True))
+        compiling = {
+            operation: pool.submit(compile_carried, operation, [sm]) for operation in dict.fromkeys(operations)
+        }
+        return {operation: _await(future) for operation, future in compiling.items()}
 
 
-def _compile(operation: Operation, sm: int) -> Carried | str:
+def _await(future: Future[Carried]) -> Carried | str:
     try:
-        return compile_carried(operation, [sm])
-    except Exception as error:
+        return future.result()
+    except Exception as error:  # of the compiler, or of a process that died
         return describe_error(error)
 
 

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import itertools
 import json
-import os
 import time
 from collections.abc import Iterator
 from dataclasses import replace
@@ -23,7 +22,7 @@ from pipeline.errors import CompatibilityError
 from plugins.carried import Carried
 from plugins.operation import Operation
 from plugins.simulator import Simulator
-from tests.plugins.ending import count_to
+from tests.plugins.ending import count_to, lose_the_first
 from tests.plugins.test_rope_paged_kv import HEADS
 
 ROWS = [(Row(operation="rope_paged_kv", model="tiny", step=step, sources=()), HEADS) for step in STEPS]
@@ -56,16 +55,6 @@ def test_nothing_lasts_beyond_its_time() -> None:
     assert time.monotonic() - began < 10
 
 
-def lose_the_first(rows: list[tuple[Row, Operation]], *_: object) -> Iterator[Row]:
-    """As if decode 32 brought the GPU down, and prefill its process."""
-    for row, _operation in rows:
-        if row.step == "prefill":
-            os._exit(1)
-        yield replace(row, error=0.5) if row.step != "decode 32" else replace(row, failure="illegal access")
-        if row.step == "decode 32":
-            return
-
-
 def never_answer(*_: object, **__: object) -> Iterator[Row]:
     raise LostError("no GPU answers")
     yield
@@ -77,7 +66,7 @@ def rows(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(kernels, "compile_all", lambda operations, sm: {HEADS: Carried({})})
 
 
-def measure(seconds: float = 60) -> list[Row]:
+def measure(seconds: float = 600) -> list[Row]:
     now = time.monotonic()
     return list(kernels.measure_kernels(90, now + seconds, now + seconds))
 
@@ -88,6 +77,17 @@ def test_rows_after_a_lost_one_are_measured(rows: None, monkeypatch: pytest.Monk
     assert [row.step for row in found] == list(STEPS)
     assert [row.verdict for row in found] == ["ok", "FAILED", "ok", "FAILED"]
     assert found[1].describe() == "illegal access" and "exit code 1" in found[3].describe()
+
+
+def end_badly(work: object, arguments: tuple[list[tuple[Row, Operation]], Any, Any], **_: object) -> Iterator[Row]:
+    for row, _operation in arguments[0]:
+        yield replace(row, error=0.5)
+    raise LostError("its process died")
+
+
+def test_a_process_may_die_after_its_last_row(rows: None, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(kernels, "stream", end_badly)
+    assert [row.verdict for row in measure()] == ["ok"] * 4
 
 
 def test_a_gpu_that_never_answers_is_given_up(rows: None, monkeypatch: pytest.MonkeyPatch) -> None:
