@@ -2,20 +2,37 @@
 
 from __future__ import annotations
 
+import statistics
+import time
 from collections.abc import Callable
+from typing import Any
 
 import torch
 
 COPY_BYTES, PRODUCT_SIZE = 1 << 30, 8192
+FLUSHED_BYTES = 1 << 29  # more than any L2 cache holds, and longer to write than most runs take to start
+BUDGET, FEWEST_RUNS, MOST_RUNS = 0.05, 3, 100  # seconds of all runs, about
 
 
 def time_run(run: Callable[[], object]) -> float:
     """Seconds that one run takes of the GPU: the median of many, each after the L2 cache was emptied, which also hides
-    how long the host takes to start it."""
-    from triton.testing import do_bench
-
-    milliseconds: float = do_bench(run, warmup=5, rep=30, return_mode="median")
-    return milliseconds / 1e3
+    how long the host takes to start it. Nothing of Triton's own driver, which wants a C compiler."""
+    cuda: Any = torch.cuda  # whose classes have no types
+    flushed = torch.empty(FLUSHED_BYTES, dtype=torch.uint8, device="cuda")
+    run()
+    cuda.synchronize()
+    began = time.perf_counter()
+    run()
+    cuda.synchronize()
+    runs = int(BUDGET / (time.perf_counter() - began))
+    pairs = [[cuda.Event(enable_timing=True) for _ in range(2)] for _ in range(min(max(runs, FEWEST_RUNS), MOST_RUNS))]
+    for begin, end in pairs:
+        flushed.zero_()
+        begin.record()
+        run()
+        end.record()
+    cuda.synchronize()
+    return float(statistics.median(begin.elapsed_time(end) for begin, end in pairs)) / 1e3
 
 
 def measure_copies() -> float:

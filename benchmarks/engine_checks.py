@@ -13,6 +13,7 @@ from typing import Any
 
 import torch
 
+from benchmarks.isolation import describe_error
 from pipeline.interpreter.numerics import FAST_MARGIN
 from pipeline.runtime.runner import Runner
 from pipeline.runtime.steps import Chunk, plan_step
@@ -141,6 +142,8 @@ def run_checks(subject: Subject) -> Iterator[tuple[str, bool, str]]:
             yield name, True, check(subject)
         except CheckError as failure:
             yield name, False, str(failure)
+        except Exception as error:  # the other checks may still hold
+            yield name, False, describe_error(error)
 
 
 class CheckError(Exception):

@@ -11,6 +11,7 @@ from benchmarks import expert_inputs
 from benchmarks.loopback import count_rows, draw_tokens
 from plugins.moe_experts.operation import MoeExperts
 from plugins.operation import Operation, resolve
+from plugins.paged_attention.operation import PagedAttention, PagedLatentAttention
 
 
 def draw_inputs(operation: Operation, spans: Sequence[tuple[int, int]], device: str) -> list[torch.Tensor]:
@@ -83,6 +84,17 @@ def make_outputs(operation: Operation, inputs: list[torch.Tensor]) -> list[torch
         else torch.zeros(resolve(output, shapes), dtype=getattr(torch, output.dtype), device=inputs[0].device)
         for output in operation.outputs()
     ]
+
+
+def count_operations(operation: Operation, inputs: list[torch.Tensor], spans: Sequence[tuple[int, int]]) -> int:
+    """Multiplications and additions of its matrix products; 0 where it has none."""
+    if isinstance(operation, MoeExperts):
+        return expert_inputs.count_operations(operation, inputs)
+    if not isinstance(operation, PagedAttention | PagedLatentAttention):
+        return 0
+    sizes = operation.sizes()
+    pairs = sum(count * start + count * (count + 1) // 2 for start, count in spans)  # a row sees keys up to its own
+    return 2 * pairs * sizes.heads * (sizes.main + sizes.extra + sizes.value_size)
 
 
 def count_bytes(operation: Operation, inputs: list[torch.Tensor], spans: Sequence[tuple[int, int]]) -> int:

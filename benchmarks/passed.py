@@ -18,7 +18,7 @@ from datetime import UTC, datetime
 from pathlib import Path
 from typing import Any
 
-from benchmarks.kernels import Row, list_rows
+from benchmarks.kernel_rows import Row, list_rows
 from plugins.passed import TABLE
 
 
@@ -36,7 +36,7 @@ def judge(run: dict[str, Any]) -> dict[str, str]:
     for row, _ in list_rows(run["sm"]):
         found = measured.get(_key(asdict(row)))
         if found is None or found.error is None:
-            why = f"{row.name} was not measured"
+            why = f"{row.name} was not measured" + (f": {found.failure}" if found and found.failure else "")
         elif found.sources != row.sources:
             why = f"{row.operation} was edited since"
         else:

@@ -10,11 +10,9 @@ from collections.abc import Iterable
 from dataclasses import dataclass
 
 from pipeline.errors import CompatibilityError
+from plugins.compiler import NAMES, compile_kernel
 from plugins.driver import Function
 from plugins.operation import Operation
-
-# PTX for these is tied to them ("sm_90a"); that for others runs on every later GPU, too.
-TIED = frozenset({90, 120})
 
 
 @dataclass(frozen=True, slots=True)
@@ -56,7 +54,7 @@ class Carried:
         if (index, sm) in self.functions:
             return self.functions[index, sm]
         here = [found for number, found in self.functions if number == index]
-        fitting = [found for found in here if found == sm or (found < sm and found not in TIED)]
+        fitting = [found for found in here if found == sm or (found < sm and found not in NAMES)]
         if not fitting:
             carried = ", ".join(f"SM{found}" for found in sorted(here)) or "no GPU"
             raise CompatibilityError(
@@ -68,8 +66,6 @@ class Carried:
 
 def compile_carried(operation: Operation, sms: Iterable[int]) -> Carried:
     """Compiles every kernel of an operation. Raises BuildError where one does not compile."""
-    from plugins.compiler import compile_kernel
-
     functions = {}
     for sm in sms:
         for index, kernel in enumerate(operation.kernels()):

@@ -21,7 +21,8 @@ from plugins.operation import Kernel
 SMS = (80, 89, 90, 120)
 # PTX that CUDA 12.8's drivers and later read; Triton's own choice follows the newest assembler it carries.
 PTX_VERSION = 87
-NAMES = {90: "sm_90a", 120: "sm_120a"}  # what Triton compiles for: no PTX for GPUs that come later
+# What Triton compiles for: PTX that is tied to these, where that for others runs on every later GPU, too.
+NAMES = {90: "sm_90a", 120: "sm_120a"}
 LONGEST_WORDS = 500  # of the compiler's, in a message
 _ALIGNED = [["tt.divisibility", 16]]  # all memory that TensorRT hands out is aligned to more
 
@@ -38,6 +39,12 @@ class Compiled:
     shared: int
     registers: int
     spills: int
+
+
+def choose_sm(sm: int) -> int:
+    """The SM whose PTX goes into an engine for a GPU of `sm`: one of SMS, which the kernels are tested for; the GPU's
+    own where none of them runs on it."""
+    return max((known for known in SMS if known == sm or (known < sm and known not in NAMES)), default=sm)
 
 
 @cache

@@ -12,6 +12,8 @@ from collections.abc import Mapping, Sequence
 from dataclasses import asdict, dataclass
 from typing import Any, ClassVar
 
+from pipeline.errors import CompatibilityError
+
 Shape = Sequence[int]
 # Spelling of types in programs -> Triton's pointer to them.
 POINTERS = {
@@ -126,6 +128,9 @@ class Operation:
     another version is refused. LOWERING: the key under stages.build.lowering that chooses it. INPUTS: name and number
     of dimensions of each input, in order; "name?" is an input that not every set of attributes has, at the end.
     EXCHANGES: whether `launches` has an Exchange, so that no CUDA graph can hold it.
+
+    Kernels take dense memory in the order of the shape, as TensorRT hands it out (its format LINEAR): they know sizes,
+    and no strides. Who starts them from torch's tensors asks `check_dense` first; `compute` takes any strides.
     STORED: inputs that are weights, which the reference takes as they are stored, in exact mode too.
     """
 
@@ -164,6 +169,16 @@ class Operation:
 
         Floats may come wider than `input_types` says (the interpreter's exact mode): the result is as wide as they."""
         raise NotImplementedError
+
+    def check_dense(self, inputs: Sequence[Any]) -> None:
+        """Raises CompatibilityError for a torch tensor that kernels would misread: a view with gaps, or transposed."""
+        for name, tensor in zip(self.input_names(), inputs, strict=True):
+            if not tensor.is_contiguous():
+                raise CompatibilityError(
+                    f"{self.NAME}: {name} {list(tensor.shape)} has strides {list(tensor.stride())}, and kernels read "
+                    "dense memory",
+                    hint="pass tensor.contiguous(), or for a pool that is updated the dense pool itself",
+                )
 
     def without_rounding(self) -> Operation:
         """The operation that leaves its inputs as they are, where it rounds them to multiply them in fewer bits."""

@@ -38,10 +38,10 @@ def digest_plugin(name: str) -> str:
     )
 
 
-def find_run(kernel: Kernel, sm: int, table: Path = TABLE) -> str | None:
+def find_run(kernel: Kernel, sm: int, table: Path | None = None) -> str | None:
     """The device and day of a run that this kernel's PTX for this SM passed; None where there was none."""
     source = digest_source(kernel.module)
-    for run in json.loads(table.read_text(encoding="utf-8"))["runs"]:
+    for run in json.loads((table or TABLE).read_text(encoding="utf-8"))["runs"]:
         if (run["source"], run["sm"]) == (source, sm):
             return f"{run['device']}, {run['date']}"
     return None
@@ -49,18 +49,16 @@ def find_run(kernel: Kernel, sm: int, table: Path = TABLE) -> str | None:
 
 def list_passed(sm: int, table: Path | None = None) -> list[str]:
     """The lowerings whose kernels, as they are today, have passed on GPUs of this SM."""
-    from plugins.compiler import SMS
-    from plugins.registry import OPERATIONS, find_class
+    from plugins.compiler import choose_sm
 
     runs = json.loads((table or TABLE).read_text(encoding="utf-8"))["runs"]
-    carried = max((known for known in SMS if known <= sm), default=sm)  # what PTX an engine for it has
-    sources = {run["source"] for run in runs if run["sm"] == carried}
-    names = sorted({find_class(name).LOWERING for name in OPERATIONS}) if sources else []
+    sources = {run["source"] for run in runs if run["sm"] == choose_sm(sm)}
+    names = sorted(kernel.parent.name for kernel in Path(__file__).parent.glob("*/kernel.py")) if sources else []
     return [name for name in names if digest_source(f"plugins.{name}.kernel") in sources]
 
 
 def describe_kernels(operation: Operation, sm: int) -> list[dict[str, Any]]:
-    """What an engine carries for an operation, for engine.json."""
+    """What an engine carries for an operation, for engine.json. sm: of the PTX."""
     from plugins.compiler import compile_kernel
 
     described = []

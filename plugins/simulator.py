@@ -1,8 +1,7 @@
 """Runs an operation's launches on the CPU, in Triton's interpreter: the plan that an engine starts on a GPU.
 
 In a process of its own: Triton decides while it is imported whether kernels are compiled or interpreted. Slow (a
-program takes milliseconds): for small shapes. Its casts from fp32 are not the GPU's: bfloat16 is cut off, FP8 may be a
-step off; and it cannot multiply bfloat16 matrices. fp32 and fp16 are exact.
+program takes milliseconds): for small shapes. Casts and products are those of a GPU, but for the order of sums.
 """
 
 from __future__ import annotations
@@ -14,6 +13,7 @@ from collections.abc import Sequence
 from concurrent.futures import ProcessPoolExecutor
 from typing import TYPE_CHECKING, Any
 
+from plugins.interpreted import mend_interpreter
 from plugins.operation import POINTERS, Argument, Exchange, Input, Launch, Memory, Operation, Scratch, resolve
 
 if TYPE_CHECKING:
@@ -36,7 +36,7 @@ class Simulator:
 
     def run(self, operation: Operation, inputs: Sequence[torch.Tensor], sm: int = 90) -> tuple[torch.Tensor, ...]:
         """The outputs, in memory of their own: inputs that are updated stay as they were. sm: which a kernel is told
-        that asks. Raises what the kernel raises."""
+        that asks. Raises CompatibilityError for inputs that are not dense, and what the kernel raises."""
         return self.run_ranks(operation, [inputs], sm)[0]
 
     def run_ranks(
@@ -44,6 +44,8 @@ class Simulator:
     ) -> list[tuple[torch.Tensor, ...]]:
         """The outputs of each rank of a group, given its inputs: all step together, and exchange from memory to
         memory."""
+        for own in inputs:
+            operation.check_dense(own)
         packed = [[_pack(tensor) for tensor in own] for own in inputs]
         return [tuple(map(_unpack, own)) for own in self._pool.submit(_run, operation, packed, sm).result()]
 
@@ -59,6 +61,7 @@ class Simulator:
 
 def _prepare() -> None:
     os.environ["TRITON_INTERPRET"] = "1"
+    mend_interpreter()
 
 
 class _Rank:
@@ -145,7 +148,7 @@ def _pack(tensor: torch.Tensor) -> Packed:
     import torch
 
     name = "fp8" if tensor.dtype is torch.float8_e4m3fn else str(tensor.dtype).removeprefix("torch.")
-    return name, tuple(tensor.shape), tensor.contiguous().view(-1).view(torch.uint8).numpy()
+    return name, tuple(tensor.shape), tensor.view(-1).view(torch.uint8).numpy()
 
 
 def _unpack(packed: Packed) -> torch.Tensor:

@@ -8,6 +8,7 @@ os.environ.setdefault("GOMP_SPINCOUNT", "0")  # before torch is imported; see pi
 
 import signal
 import threading
+from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
@@ -16,6 +17,7 @@ from hypothesis import settings
 from pipeline.checkpoint.convert import convert_checkpoint
 from pipeline.checkpoint.folder import CheckpointFolder
 from pipeline.workspace import FolderWorkspace
+from plugins import passed
 from tests import fixtures
 
 # Whoever runs the tests in the background has them ignore Ctrl-C, and with them all that they start and interrupt.
@@ -24,6 +26,16 @@ if threading.current_thread() is threading.main_thread():
 # The same examples in every run, and none too slow: what a test takes depends on what runs beside it.
 settings.register_profile("steady", deadline=None, derandomize=True)
 settings.load_profile("steady")
+
+
+@pytest.fixture(scope="session", autouse=True)
+def no_kernel_has_passed(tmp_path_factory: pytest.TempPathFactory) -> Iterator[None]:
+    """What a config says nothing of is native, whatever plugins/passed.json has by now."""
+    table = tmp_path_factory.mktemp("passed") / "passed.json"
+    table.write_text('{"runs": []}')
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(passed, "TABLE", table)
+        yield
 
 
 @pytest.fixture(scope="session")

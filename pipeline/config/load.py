@@ -39,7 +39,7 @@ def load_config(path: str | Path, overrides: Sequence[str] = ()) -> Config:
         tree.value["name"] = Located(file.stem, Origin(_show(file), 1))
     try:
         # Through JSON, because pydantic's strict mode takes lists for tuples and strings for paths only there.
-        config = Config.model_validate_json(json.dumps(choose_lowerings(tree.plain())))
+        config = choose_lowerings(Config.model_validate_json(json.dumps(tree.plain())))
     except ValidationError as error:
         problems = {(item["type"], item["loc"]) for item in error.errors()}
         if problems == UNNAMED and (others := _list_extending(file)):

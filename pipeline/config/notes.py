@@ -30,8 +30,7 @@ def _note_fp8_blocks(case: Case) -> str | None:
         return None
     return (
         "FP8 blocks stay in the engine and are multiplied out at every step: they save memory, not time, and the "
-        "workspace holds the widest of them in 16 bits, a routed layer's stack of experts at once, which the plan does "
-        "not count"
+        "workspace holds the widest of them in 16 bits, a routed layer's stack of experts at once"
     )
 
 
@@ -68,7 +67,9 @@ def _note_plugins(case: Case) -> str | None:
 
 
 def _note_no_experts(case: Case) -> str | None:
-    if case.build.lowering.moe_experts != "plugin" or case.architecture.experts is not None:
+    lowering = case.build.lowering
+    is_asked = lowering.moe_experts == "plugin" and "moe_experts" in lowering.model_fields_set
+    if not is_asked or case.architecture.experts is not None:
         return None
     return f"moe_experts has nothing to do: {case.architecture.name} has no routed experts"
 

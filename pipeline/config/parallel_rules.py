@@ -9,15 +9,13 @@ from pipeline.checkpoint.layouts import list_kinds
 from pipeline.config.case import FP8_TYPES, Case
 from pipeline.config.rules import Rule
 from pipeline.engine.tensorrt_llm.rank_sizes import share_out
-from pipeline.quantization.selection import GROUP_SIZES, Decision
+from pipeline.quantization.selection import FP8_BLOCKS, GROUP_SIZES, Decision
 from pipeline.sharding.divisions import Division, divisions, tell_undivided
 from pipeline.sharding.ranks import Parallel, list_divisors
 from pipeline.sharding.spreading import Spreading
 
 if TYPE_CHECKING:
     from pipeline.checkpoint.architecture import Architecture
-
-BLOCKS = "fp8_blocks"
 
 
 def _find_expert_beyond_tensor(case: Case) -> str | None:
@@ -63,7 +61,7 @@ def _stored(case: Case, largest: int = max(GROUP_SIZES)) -> list[Division]:
         for kind in list_kinds(case.architecture):
             stored = case.tensors.get(kind.first.sources[0])
             if stored is not None and stored.dtype in FP8_TYPES and kind.first.role != "mtp":
-                asked += spreading.linear_divisions(kind.first.target.removesuffix(".weight"), BLOCKS)
+                asked += spreading.linear_divisions(kind.first.target.removesuffix(".weight"), FP8_BLOCKS)
     return asked
 
 

@@ -104,15 +104,15 @@ def _find_payload_without_plugin(case: Case) -> str | None:
 
 
 # What the kernels of the plugin moe_experts multiply, 16-bit weights apart.
-_EXPERT_FORMATS = ("fp8", "fp8_blocks", "int4")
+EXPERT_FORMATS = frozenset({"fp8", "fp8_blocks", "int4"})
 
 
 def _find_experts_without_kernel(case: Case) -> str | None:
     if case.build.lowering.moe_experts != "plugin":
         return None
     decisions = [linear.decision for linear in case.chosen if linear.role == "experts"]
-    found = {decision.format for decision in decisions if isinstance(decision, Decision)} - {*_EXPERT_FORMATS}
-    found |= {held.format for name, held in case.held.items() if ".experts." in name} - {*_EXPERT_FORMATS}
+    found = {decision.format for decision in decisions if isinstance(decision, Decision)} - EXPERT_FORMATS
+    found |= {held.format for name, held in case.held.items() if ".experts." in name} - EXPERT_FORMATS
     return f"the plugin moe_experts has no kernel for {', '.join(sorted(found))}" if found else None
 
 

@@ -6,12 +6,10 @@ from dataclasses import replace
 from typing import TYPE_CHECKING
 
 from pipeline.engine.tensorrt_llm.ask import Ask, StoredLinear
-from pipeline.quantization.selection import HEAD
+from pipeline.quantization.selection import FP8_BLOCKS, HEAD
 
 if TYPE_CHECKING:
     from pipeline.config.case import Case
-
-BLOCKS = "fp8_blocks"
 
 
 def make_ask(case: Case) -> Ask:
@@ -29,7 +27,7 @@ def make_ask(case: Case) -> Ask:
 def _list_linears(case: Case) -> list[StoredLinear]:
     """As `quantize` will store them; where it leaves all as they are, they stay as they were quantized before, and
     DeepSeek's FP8 in blocks."""
-    rules, kept = case.quantize.rules, BLOCKS if case.kept_fp8 else None
+    rules, kept = case.quantize.rules, FP8_BLOCKS if case.kept_fp8 else None
     found = []
     for kind in (kind for kind in case.kinds if kind.first.role != HEAD):
         first, (rows, columns) = kind.first, kind.first.target_shape

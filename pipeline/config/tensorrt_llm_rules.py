@@ -10,11 +10,11 @@ from pipeline.config.case import Case
 from pipeline.config.recipe_rules import offered_formats
 from pipeline.config.rules import Rule
 from pipeline.engine.tensorrt_llm.support import LIMITS, Limit
+from pipeline.quantization.selection import FP8_BLOCKS
 
 ENGINE, PYTORCH = "tensorrt_llm", "llmapi"
-BLOCKS = "fp8_blocks"
 # What its mixed precision has none of, but `recipe: auto` may choose.
-NEVER_MIXED = ("int8", BLOCKS)
+NEVER_MIXED = ("int8", FP8_BLOCKS)
 SAID_BEFORE = ("sizes_divide",)  # every backend's rules of parallel sizes say so
 
 

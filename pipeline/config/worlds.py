@@ -12,6 +12,7 @@ from typing import TYPE_CHECKING, Any
 from pipeline.config.backends import BACKENDS, OWN_SETTINGS, BackendRow
 from pipeline.config.case import NOTHING, Case
 from pipeline.config.compatibility import ALL_RULES
+from pipeline.config.lowerings import choose_lowerings
 from pipeline.errors import TrtseekError
 
 if TYPE_CHECKING:
@@ -62,10 +63,12 @@ def _look(own: Case, backend: str) -> World:
 
 
 def _list_dropped(backend: str, config: Config) -> Iterator[tuple[str, ...]]:
-    """The settings that the config changes and this backend does not read."""
+    """The settings that the config changes and this backend does not read; lowerings that were chosen are not its
+    own."""
     if BACKENDS[backend].foreign:
         build = config.stages.build
-        yield from (("stages", "build", key) for key in OWN_SETTINGS if build.changes(key))
+        changed = [key for key in OWN_SETTINGS if build.changes(key) and (key != "lowering" or _said_lowerings(config))]
+        yield from (("stages", "build", key) for key in changed)
     for path, owner in OWNED.items():
         if owner != backend:
             section: Any = config
@@ -77,6 +80,7 @@ def _list_dropped(backend: str, config: Config) -> Iterator[tuple[str, ...]]:
 def _move(config: Config, backend: str, dropped: list[tuple[str, ...]]) -> Config:
     """The config as it would be with that backend."""
     values = config.model_dump(mode="json")
+    values["stages"]["build"]["lowering"] = _said_lowerings(config)
     values["target"]["backend"] = backend
     values["stages"]["package"]["flavour"] = None
     for *above, key in dropped:
@@ -84,4 +88,8 @@ def _move(config: Config, backend: str, dropped: list[tuple[str, ...]]) -> Confi
         for name in above:
             section = section[name]
         del section[key]
-    return type(config).model_validate(values, strict=False)
+    return choose_lowerings(type(config).model_validate(values, strict=False))
+
+
+def _said_lowerings(config: Config) -> dict[str, str]:
+    return config.stages.build.lowering.model_dump(exclude_unset=True)

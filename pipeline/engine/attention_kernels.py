@@ -6,6 +6,7 @@ from pipeline.checkpoint.architecture import LatentAttention
 from pipeline.engine.step import FLOAT32, FORKED_GATHER, Buffers, Step, add_norm
 from pipeline.engine.workspace import Buffer
 
+INPUT, OUTPUT = "attention_input", "attention_output"  # roles
 # The widest head for which there is a fused attention kernel; a wider latent becomes GEMM, softmax, GEMM.
 WIDEST_FUSED_HEAD = 256
 # A narrow latent is fused too, but only where this many scores (B x Q x h x K) make it worth its transposed copy.
@@ -25,12 +26,12 @@ def _make_shared(s: Step, *, mask_rows: int, rotary: int) -> dict[str, int]:
 
 def grouped_attention(s: Step, residual: Buffer, normal: Buffer) -> Buffers:
     h, kv, d, n, e = s.a.num_heads, s.a.num_kv_heads, s.a.head_dim, s.n, s.e
-    (qkv,) = s.linear(normal, out=(h + 2 * kv) * d, width=s.a.hidden_size, qkv=n["T"] * (h + 2 * kv) * d * e)
+    (qkv,) = s.linear(INPUT, normal, out=(h + 2 * kv) * d, width=s.a.hidden_size, qkv=n["T"] * (h + 2 * kv) * d * e)
     rows = n["B"] * n["Q"] if s.attends else n["T"]
     query, *made = s.plan.kernel(qkv, query=rows * h * d * e, **_make_shared(s, mask_rows=1, rotary=d))
     s.shared = s.shared or tuple(made)
     packed = _padded_attention(s, query) if s.attends else _plugin_attention(s, query, h * d)
-    (dense,) = s.linear(packed, out=s.a.hidden_size, width=h * d, dense=s.hidden)
+    (dense,) = s.linear(OUTPUT, packed, out=s.a.hidden_size, width=h * d, dense=s.hidden)
     return add_norm(s, residual, dense)
 
 
@@ -69,7 +70,7 @@ def latent_attention(s: Step, residual: Buffer, normal: Buffer) -> Buffers:
     v = h * latent.v_head_dim
     # Two halves of one weight, dequantized together: the second waits for the attention's output.
     halves = (h * latent.qk_nope_head_dim, v)
-    key, value = [s.dequantize(part * latent.kv_lora_rank) for part in halves]
+    key, value = [s.dequantize("attention_latent", part * latent.kv_lora_rank) for part in halves]
     if s.attends:
         out = (_fused_latent if fused else _decomposed_latent)(s, latent, content, rotary, key)
         (packed,) = s.plan.kernel(out, packed=t * h * latent.kv_lora_rank * e)
@@ -77,7 +78,7 @@ def latent_attention(s: Step, residual: Buffer, normal: Buffer) -> Buffers:
         packed = _plugin_latent(s, latent, content, rotary, key)
     (values,) = s.plan.gemm(packed, *value, values=t * v * e)
     (merged,) = s.plan.kernel(values, merged=t * v * e)
-    (dense,) = s.linear(merged, out=s.a.hidden_size, width=v, dense=s.hidden)
+    (dense,) = s.linear(OUTPUT, merged, out=s.a.hidden_size, width=v, dense=s.hidden)
     return add_norm(s, residual, dense)
 
 
@@ -87,12 +88,12 @@ def _latent_projections(s: Step, latent: LatentAttention, normal: Buffer) -> tup
     query, hidden = h * latent.qk_head_dim, s.a.hidden_size
     if rank is None:  # one GEMM makes both
         both = query + latent.latent_dim
-        (projected,) = s.linear(normal, out=both, width=hidden, query_and_latent=t * both * e)
+        (projected,) = s.linear(INPUT, normal, out=both, width=hidden, query_and_latent=t * both * e)
     else:
         both = rank + latent.latent_dim
-        (compressed,) = s.linear(normal, out=both, width=hidden, compressed=t * both * e)
+        (compressed,) = s.linear(INPUT, normal, out=both, width=hidden, compressed=t * both * e)
         (normal_rank,) = s.plan.kernel(compressed, compressed_normal=t * rank * e)
-        (projected,) = s.linear(normal_rank, out=query, width=rank, query=t * query * e)
+        (projected,) = s.linear(INPUT, normal_rank, out=query, width=rank, query=t * query * e)
     (wide,) = s.plan.kernel(projected, latent_float32=t * latent.kv_lora_rank * FLOAT32)
     rotary = t * h * latent.qk_rope_head_dim * FLOAT32
     content, row = s.plan.kernel(

@@ -37,12 +37,12 @@ def plan_workspace(
     block_size: int,
     moe: str,
     exchanged: int = 1,
-    fp8: bool = False,
+    blocks: frozenset[str] = frozenset(),
     lowering: Lowering = Lowering(),
 ) -> Workspace:
     """The workspace that an engine will state for this profile, and what it is made of. exchanged: how many GPUs send
-    their rows to the routed experts here, each at worst all of them. fp8: linears are in FP8 blocks, each of which is
-    dequantized into the workspace before its GEMM."""
+    their rows to the routed experts here, each at worst all of them. blocks: roles of the linears in FP8 blocks, each
+    of which is dequantized into the workspace before its GEMM."""
     sizes = {**profile.maximum, "K": profile.maximum["MB"] * block_size}
     spec = NetworkSpec(dtype=dtype, max_seq_len=sizes["K"], block_size=block_size, lowering=lowering)
     attention = attention_plugins(architecture, spec).get(ATTENTION)
@@ -52,7 +52,7 @@ def plan_workspace(
         e=MODEL_DTYPE_BYTES[dtype],
         moe="plugin" if lowering.moe_experts == "plugin" else moe,
         exchanged=exchanged,
-        fp8=fp8,
+        blocks=blocks,
         lowering=lowering,
         attention_scratch=attention.scratch_bytes(()) if attention else 0,
     )
@@ -61,7 +61,7 @@ def plan_workspace(
     chosen = sorted(layer for kind in kinds for layer in kind[:_LAYERS_THAT_COUNT])
     graphs = []
     for written in [chosen] if step.rotates else [[layer] for layer in chosen]:
-        graph = replace(step, plan=Schedule(single=fp8))
+        graph = replace(step, plan=Schedule(single=bool(blocks)))
         _write_decoder(graph, written)
         graphs.append(graph)
     placed = max((place(graph.plan.buffers) for graph in graphs), key=lambda workspace: workspace.nbytes)

@@ -14,7 +14,7 @@ from pipeline.checkpoint.tensors import MODEL_DTYPE_BYTES
 from pipeline.engine.kernels import plan_workspace
 from pipeline.engine.limits import BuildLimits, Profile, Rectangle
 from pipeline.engine.split import count_exchanged, shrink
-from pipeline.engine.weights import estimate_weights
+from pipeline.engine.weights import estimate_weights, list_block_roles
 from pipeline.engine.workspace import Workspace
 from pipeline.network.inputs import Port, network_inputs, network_outputs
 from pipeline.network.spec import Lowering, NetworkSpec
@@ -128,7 +128,7 @@ class _Part:
     weights: int
     cached: int
     exchanged: int
-    fp8: bool
+    blocks: frozenset[str]
     ports: tuple[Port, ...]  # step inputs and the logits, without the pools
 
     @property
@@ -146,7 +146,7 @@ class _Part:
             block_size=s.block_size,
             moe=self.moe,
             exchanged=self.exchanged,
-            fp8=self.fp8,
+            blocks=self.blocks,
             lowering=s.lowering,
         )
 
@@ -187,7 +187,7 @@ def _pick_part(
         weights=weights[heaviest],
         cached=-(-architecture.num_layers // parallel.pipeline),
         exchanged=count_exchanged(architecture, parallel),
-        fp8=fp8,
+        blocks=list_block_roles(architecture, rules, fp8=fp8),
         # Pools are the ports of rank 4; everything else is int32 or float32.
         ports=tuple(port for port in ports if len(port.axes) < 4),
     )

@@ -9,23 +9,25 @@ from pipeline.engine.step import FLOAT32, FORKED_EXPERTS, FORKED_SHARED, INT32, 
 from pipeline.engine.workspace import Buffer
 from plugins.moe_experts.operation import lay_out
 
+EXPERTS, SHARED = "experts", "shared_experts"  # roles
+
 
 def dense_mlp(s: Step, residual: Buffer, normal: Buffer) -> Buffers:
-    return add_norm(s, residual, _gated_mlp(s, normal, s.a.intermediate_size))
+    return add_norm(s, residual, _gated_mlp(s, "mlp", normal, s.a.intermediate_size))
 
 
-def _gated_mlp(s: Step, normal: Buffer, width: int) -> Buffer:
+def _gated_mlp(s: Step, role: str, normal: Buffer, width: int) -> Buffer:
     hidden = s.a.hidden_size
-    gated = _gate(s, "", normal, matrix=hidden * width, rows=s.n["T"] * width * s.e)
-    (down,) = s.linear(gated, out=hidden, width=width, down=s.hidden)
+    gated = _gate(s, role, "", normal, matrix=hidden * width, rows=s.n["T"] * width * s.e)
+    (down,) = s.linear(role, gated, out=hidden, width=width, down=s.hidden)
     return down
 
 
-def _gate(s: Step, prefix: str, normal: Buffer, *, matrix: int, rows: int) -> Buffer:
+def _gate(s: Step, role: str, prefix: str, normal: Buffer, *, matrix: int, rows: int) -> Buffer:
     """Gate and up: one GEMM, but of two weights that are dequantized one after the other. matrix: elements of each."""
-    if s.fp8:
-        (gate,) = s.plan.gemm(normal, *s.dequantize(matrix), **{f"{prefix}gate": rows})
-        (gated,) = s.plan.gemm(normal, gate, *s.dequantize(matrix), **{f"{prefix}gated": rows})
+    if role in s.blocks:
+        (gate,) = s.plan.gemm(normal, *s.dequantize(role, matrix), **{f"{prefix}gate": rows})
+        (gated,) = s.plan.gemm(normal, gate, *s.dequantize(role, matrix), **{f"{prefix}gated": rows})
     else:
         (both,) = s.plan.gemm(normal, **{f"{prefix}gate_and_up": 2 * rows})
         (gated,) = s.plan.kernel(both, **{f"{prefix}gated": rows})
@@ -44,16 +46,16 @@ def _routed_dense(s: Step, residual: Buffer, normal: Buffer) -> Buffers:
     (one_hot,) = s.plan.gemm(router_input, one_hot=t * experts.top_k * count * FLOAT32)
     s.plan.next_stream()
     matrix = count * s.a.hidden_size * width
-    gated = _gate(s, "experts_", experts_input, matrix=matrix, rows=count * t * width * s.e)
-    (down,) = s.plan.gemm(gated, *s.dequantize(matrix), experts_down=count * narrow)
+    gated = _gate(s, EXPERTS, "experts_", experts_input, matrix=matrix, rows=count * t * width * s.e)
+    (down,) = s.plan.gemm(gated, *s.dequantize(EXPERTS, matrix), experts_down=count * narrow)
     shared: Buffers = ()
     if experts.scoring_func == "sigmoid" and t * s.a.hidden_size * 2 * width * experts.num_shared >= FORKED_EXPERTS:
         s.plan.next_stream()  # a long router, beside which there is time for it
-        shared = (_gated_mlp(s, normal, width * experts.num_shared),)
+        shared = (_gated_mlp(s, SHARED, normal, width * experts.num_shared),)
     s.plan.join()
     (total,) = s.plan.kernel(down, one_hot, experts_sum_float32=wide)
     if experts.num_shared and not shared:
-        shared = (_gated_mlp(s, normal, width * experts.num_shared),)
+        shared = (_gated_mlp(s, SHARED, normal, width * experts.num_shared),)
     return add_norm(s, residual, total, *shared)
 
 
@@ -68,14 +70,14 @@ def _routed_gather(s: Step, residual: Buffer, normal: Buffer) -> Buffers:
     matrix = pairs * s.a.hidden_size * width * e
     stack = experts.num_routed * s.a.hidden_size * width
     s.plan.fork()
-    (weights,) = s.plan.kernel(chosen, *s.dequantize(stack), gathered_fc=matrix)
+    (weights,) = s.plan.kernel(chosen, *s.dequantize(EXPERTS, stack), gathered_fc=matrix)
     (gate,) = s.plan.gemm(rows, weights, experts_gate=pairs * width * e)
     s.plan.next_stream()
-    (weights,) = s.plan.kernel(chosen, *s.dequantize(stack), gathered_gate=matrix)
+    (weights,) = s.plan.kernel(chosen, *s.dequantize(EXPERTS, stack), gathered_gate=matrix)
     (up,) = s.plan.gemm(rows, weights, experts_up=pairs * width * e)
     s.plan.next_stream()
-    (weights,) = s.plan.kernel(chosen, *s.dequantize(stack), gathered_proj=matrix)
-    shared = (_gated_mlp(s, normal, width * experts.num_shared),) if experts.num_shared else ()
+    (weights,) = s.plan.kernel(chosen, *s.dequantize(EXPERTS, stack), gathered_proj=matrix)
+    shared = (_gated_mlp(s, SHARED, normal, width * experts.num_shared),) if experts.num_shared else ()
     s.plan.join()
     (gated,) = s.plan.kernel(gate, up, experts_gated=pairs * width * e)
     (down,) = s.plan.gemm(gated, weights, experts_down=experts.top_k * s.hidden)
@@ -91,7 +93,7 @@ def _routed_plugin(s: Step, residual: Buffer, normal: Buffer) -> Buffers:
     if s.n["T"] * hidden * 2 * width * experts.num_shared >= FORKED_SHARED:
         s.plan.fork()
         s.has_streams = s.has_side_scratch = True
-    shared = (_gated_mlp(s, normal, width * experts.num_shared),) if experts.num_shared else ()
+    shared = (_gated_mlp(s, SHARED, normal, width * experts.num_shared),) if experts.num_shared else ()
     s.plan.next_stream()
     (chosen,) = s.plan.gemm(router_input, chosen=pairs * INT32)
     workspace = lay_out(experts.num_routed, pairs, width * s.e, hidden * s.e)[-1]

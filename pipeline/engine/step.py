@@ -22,14 +22,15 @@ Buffers = tuple[Buffer, ...]
 
 @dataclass(slots=True)
 class Step:
-    """attention_scratch: what the plugin paged_attention asks for, where it is one."""
+    """blocks: roles of the linears in FP8 blocks. attention_scratch: what the plugin paged_attention asks for, where it
+    is one."""
 
     a: Architecture
     n: dict[str, int]
     e: int
     moe: str
     exchanged: int = 1
-    fp8: bool = False
+    blocks: frozenset[str] = frozenset()
     lowering: Lowering = field(default_factory=Lowering)
     attention_scratch: int = 0
     plan: Schedule = field(default_factory=Schedule)
@@ -56,13 +57,13 @@ class Step:
     def is_generation(self) -> bool:
         return self.n["Q"] == 1
 
-    def dequantize(self, elements: int) -> Buffers:
+    def dequantize(self, role: str, elements: int) -> Buffers:
         """The weights of a GEMM of so many elements, where they have to be made for it."""
-        return self.plan.kernel(weights=elements * self.e) if self.fp8 else ()
+        return self.plan.kernel(weights=elements * self.e) if role in self.blocks else ()
 
-    def linear(self, *reads: Buffer, out: int, width: int, **writes: int) -> Buffers:
+    def linear(self, role: str, *reads: Buffer, out: int, width: int, **writes: int) -> Buffers:
         """A GEMM whose weights are [out, width]."""
-        return self.plan.gemm(*reads, *self.dequantize(out * width), **writes)
+        return self.plan.gemm(*reads, *self.dequantize(role, out * width), **writes)
 
 
 def add_norm(s: Step, *reads: Buffer) -> Buffers:

@@ -100,16 +100,18 @@ def _lay_out(request: dict[str, Any], trt: Any, network: Any, spec: Any, source:
 def _carry_kernels(trt: Any, built: Any, config: Any, sm: int, events: Events) -> list[dict[str, Any]]:
     """Compiles the plugins' kernels, which travel in the engine → what engine.json says of them. Plugins that write to
     the pools need a preview feature of TensorRT's."""
+    from plugins.compiler import choose_sm
     from plugins.passed import describe_kernels
     from plugins.tensorrt_plugin import carry
 
     events.send("phase", item="compile the plugins' kernels", total=1, unit="kernels")
-    carry(built.plugins.values(), [sm])
+    carried = choose_sm(sm)
+    carry(built.plugins.values(), [carried])
     config.set_preview_feature(trt.PreviewFeature.ALIASED_PLUGIN_IO_10_03, True)
     events.send("advance", amount=1)
     counts = Counter(plugin.operation for plugin in built.plugins.values())
     return [
-        {"operation": operation.NAME, "layers": count, "kernels": describe_kernels(operation, sm)}
+        {"operation": operation.NAME, "layers": count, "kernels": describe_kernels(operation, carried)}
         for operation, count in counts.items()
     ]
 

@@ -28,62 +28,47 @@ ROPE, ATTENTION, ALL_TO_ALL = "rope_paged_kv", "paged_attention", "moe_all_to_al
 
 def rope_paged_kv(architecture: Architecture, spec: NetworkSpec) -> RopePagedKv:
     """Of grouped-query attention."""
-    sizes = local_sizes(architecture, spec.rank)
-    return RopePagedKv(
-        dtype=spec.dtype,
-        heads=sizes.heads,
-        kv_heads=sizes.kv_heads,
-        head_size=architecture.head_dim,
-        rotary_size=architecture.head_dim,
-        interleaved=architecture.rope.interleaved,
-        scale=softmax_scale(architecture),
-        block_size=spec.block_size,
-        pool_dtype=spec.pool_dtype,
-    )
+    return RopePagedKv(**_grouped(architecture, spec), **_rotated(architecture), rotary_size=architecture.head_dim)
 
 
 def rope_paged_latent(architecture: Architecture, spec: NetworkSpec) -> RopePagedLatent:
     """Of multi-head latent attention."""
     latent = _latent(architecture)
     return RopePagedLatent(
-        dtype=spec.dtype,
-        heads=local_sizes(architecture, spec.rank).heads,
+        **_paged(architecture, spec),
+        **_rotated(architecture),
         q_size=latent.qk_nope_head_dim + latent.qk_rope_head_dim,
         rank=latent.kv_lora_rank,
         rotary_size=latent.qk_rope_head_dim,
-        interleaved=architecture.rope.interleaved,
-        scale=softmax_scale(architecture),
-        block_size=spec.block_size,
-        pool_dtype=spec.pool_dtype,
     )
 
 
 def paged_attention(architecture: Architecture, spec: NetworkSpec) -> PagedAttention:
     """Of grouped-query attention."""
-    sizes = local_sizes(architecture, spec.rank)
-    return PagedAttention(
-        dtype=spec.dtype,
-        heads=sizes.heads,
-        kv_heads=sizes.kv_heads,
-        head_size=architecture.head_dim,
-        block_size=spec.block_size,
-        window=0,
-        pool_dtype=spec.pool_dtype,
-    )
+    return PagedAttention(**_grouped(architecture, spec), window=0)
 
 
 def paged_latent_attention(architecture: Architecture, spec: NetworkSpec) -> PagedLatentAttention:
     """Of multi-head latent attention."""
     latent = _latent(architecture)
     return PagedLatentAttention(
-        dtype=spec.dtype,
-        heads=local_sizes(architecture, spec.rank).heads,
-        rank=latent.kv_lora_rank,
-        rotary_size=latent.qk_rope_head_dim,
-        block_size=spec.block_size,
-        window=0,
-        pool_dtype=spec.pool_dtype,
+        **_paged(architecture, spec), rank=latent.kv_lora_rank, rotary_size=latent.qk_rope_head_dim, window=0
     )
+
+
+def _paged(architecture: Architecture, spec: NetworkSpec) -> dict[str, Any]:
+    """What all that works on the paged pool has in common."""
+    heads = local_sizes(architecture, spec.rank).heads
+    return {"dtype": spec.dtype, "heads": heads, "block_size": spec.block_size, "pool_dtype": spec.pool_dtype}
+
+
+def _grouped(architecture: Architecture, spec: NetworkSpec) -> dict[str, Any]:
+    kv_heads = local_sizes(architecture, spec.rank).kv_heads
+    return _paged(architecture, spec) | {"kv_heads": kv_heads, "head_size": architecture.head_dim}
+
+
+def _rotated(architecture: Architecture) -> dict[str, Any]:
+    return {"interleaved": architecture.rope.interleaved, "scale": softmax_scale(architecture)}
 
 
 def moe_dispatch(architecture: Architecture, spec: NetworkSpec) -> MoeDispatch:

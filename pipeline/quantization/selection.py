@@ -75,11 +75,12 @@ class MethodRow:
     moments: bool = False
 
 
+FP8_BLOCKS = "fp8_blocks"  # the format, and the method that makes it
 FORMATS = {
     "int4": FormatRow(quant_algo="W4A16_AWQ", bits=4, per="group"),
     "int4_fp8": FormatRow(quant_algo="W4A8_AWQ", bits=4, per="group", static_inputs=True, second_scale=True),
     "fp8": FormatRow(quant_algo="FP8", bits=8, per="tensor", static_inputs=True),
-    "fp8_blocks": FormatRow(quant_algo="FP8_BLOCK_SCALES", bits=8, per="block"),
+    FP8_BLOCKS: FormatRow(quant_algo="FP8_BLOCK_SCALES", bits=8, per="block"),
     "int8": FormatRow(quant_algo="W8A16", bits=8, per="channel"),
     "int8_sq": FormatRow(quant_algo="W8A8_SQ_PER_CHANNEL", bits=8, per="channel", static_inputs=True),
 }
@@ -93,7 +94,7 @@ METHODS = {
     "rtn": MethodRow(format="int4", measures=False),
     "rtn_clip": MethodRow(format="int4", measures=True),
     "fp8": MethodRow(format="fp8", measures=True, moments=True),
-    "fp8_blocks": MethodRow(format="fp8_blocks", measures=False),
+    FP8_BLOCKS: MethodRow(format=FP8_BLOCKS, measures=False),
     "int8": MethodRow(format="int8", measures=False),
     "smoothquant": MethodRow(format="int8_sq", measures=True),
 }

@@ -6,6 +6,7 @@ row of the token | its scale (FP8 only) | its k experts, int32 | their weights, 
 from __future__ import annotations
 
 from dataclasses import dataclass
+from typing import Any
 
 from plugins.operation import divide_up
 
@@ -40,3 +41,15 @@ class Message:
     @property
     def bytes(self) -> int:
         return divide_up(self.weights_at + 4 * self.top_k, ALIGNMENT) * ALIGNMENT
+
+    def constants(self) -> dict[str, Any]:
+        """For the kernels, which count in elements and in words of 4 bytes."""
+        return {
+            "HIDDEN": self.hidden,
+            "TOP_K": self.top_k,
+            "FP8": self.scaled,
+            "STRIDE": self.bytes // self.element_bytes,
+            "WORDS": self.bytes // 4,
+            "EXPERTS_AT": self.experts_at // 4,
+            "WEIGHTS_AT": self.weights_at // 4,
+        }

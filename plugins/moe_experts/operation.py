@@ -4,7 +4,7 @@ Sizes: T rows of the step, k experts of each, H the model's width, I an expert's
 `first` to `first + count` of `experts`. With fewer than all, as on a rank of expert parallelism, a pair of a row and an
 expert that is elsewhere adds nothing, and the ranks' results add up to the whole. Limits: a row names an expert once
 at most (its pairs are still all computed if not); a number outside of [0, experts) is nobody's, as padding's may be.
-T may be 0, experts may have no rows, one may have all.
+T may be 0, experts may have no rows, one may have all. Inputs are dense.
 
 How weights are stored, those of fc and gate alike (`up_…`), those of proj (`down_…`):
 

@@ -4,8 +4,8 @@ Sizes: T rows of the step, B sequences, Q the longest chunk, MB columns of the b
 of both operations: sequence b's rows are pad_index[b], in order, and their slots follow one another; each row of T is
 in one sequence. A row attends to the slots of its own sequence up to its own, of which block_tables[b] has all blocks,
 and with a `window` other than 0 to the last `window` of them only. Queries come scaled. Block 0 and whatever else lies
-in a sequence's blocks is finite (a masked NaN would still be one). Nothing is padded: a short chunk beside a long one
-costs programs that end at once.
+in a sequence's blocks is finite (a masked NaN would still be one). Pools and inputs are dense. Nothing is padded: a
+short chunk beside a long one costs programs that end at once.
 
 Pools of type "int8" and "fp8" hold value / scale, as rope_paged_kv writes them. FP8 needs SM89.
 """

@@ -3,15 +3,17 @@
 import pytest
 
 from pipeline.config.backends import BACKENDS
+from pipeline.config.lowerings import choose_lowerings
 from pipeline.config.worlds import list_other_worlds
 from tests.config.test_compatibility import CODER, V2_LITE, make_case
+from tests.passes import fill_table
 
 OWN = "stages.build.tensorrt_llm"
 
 
 def look(settings, model=CODER):
     case = make_case(settings, model)
-    worlds = list_other_worlds(case.config, case.architecture, {})
+    worlds = list_other_worlds(choose_lowerings(case.config), case.architecture, {})
     return {world.backend: world for world in worlds}
 
 
@@ -63,3 +65,26 @@ def test_reasons_are_the_rules_own():
 def test_a_contradicting_flavour_goes_with_its_backend():
     settings = {"target.gpu": "L4", "stages.package.flavour": "trtseek"}
     assert look(settings)["llmapi"].reasons == ()
+
+
+CACHED = {
+    "target.gpu": "H100",
+    "stages.quantize.method": "fp8",
+    "stages.quantize.kv_cache": "fp8",
+}
+
+
+def test_where_kernels_have_passed_another_world_has_plugins_too(monkeypatch, tmp_path):
+    fill_table(tmp_path / "passed.json", monkeypatch, sm=90)
+    assert look({**CACHED, "target.backend": "tensorrt_llm"})["tensorrt"].reasons == ()
+    refused = {**CACHED, "target.backend": "llmapi", "stages.build.lowering": {"paged_attention": "native"}}
+    assert look(refused)["tensorrt"].reasons[0].endswith("and paged_attention would be native")
+
+
+def test_only_lowerings_that_a_config_sets_are_lost(monkeypatch, tmp_path):
+    fill_table(tmp_path / "passed.json", monkeypatch, sm=90)
+    own = {**CACHED, "target.backend": "tensorrt"}
+    for world in look(own).values():
+        assert world.loses == world.reasons == ()
+    (foreign,) = {world.loses for world in look({**own, "stages.build.lowering": {"moe_experts": "plugin"}}).values()}
+    assert foreign == ("stages.build.lowering",)

@@ -12,6 +12,8 @@ from pathlib import Path
 
 import yaml
 
+from tests.passes import LOWERINGS
+
 TRTSEEK = str(Path(sys.executable).with_name("trtseek"))
 TEXT = "A tensor is an array of numbers; a stage reads tensors and writes tensors. def f(x): return x + 1\n"
 
@@ -82,7 +84,13 @@ def write_project(folder: Path, model: Path) -> Project:
                 "heldout": {"files": ["heldout.txt"], "tokens": 256, "window": 64},
                 "gates": {"perplexity_ratio": None, "top1_agreement": None, "mean_kl": 1.0},
             },
-            "build": {"block_size": 16, "max_seq_len": 128, "max_batch_size": 2, "max_num_tokens": 64},
+            "build": {
+                "block_size": 16,
+                "max_seq_len": 128,
+                "max_batch_size": 2,
+                "max_num_tokens": 64,
+                "lowering": dict.fromkeys(LOWERINGS, "native"),  # whatever has passed on a GPU by then
+            },
             "package": {"check": "never"},  # tests/serving loads packages in a server
         },
     }

@@ -8,6 +8,7 @@ from typing import Any, NamedTuple
 import pytest
 
 from pipeline.checkpoint.architecture import Architecture, parse_architecture
+from pipeline.config.settings import Quantize
 from pipeline.engine.builder import build_engine
 from pipeline.engine.description import EngineDescription
 from pipeline.engine.limits import BuildLimits, Rectangle
@@ -80,6 +81,7 @@ def v2_engine(tmp_path_factory: pytest.TempPathFactory) -> Built:
     return build(tmp_path_factory.mktemp("v2"), TINY_V2, V2_INT4, LIMITS)
 
 
+MADE_BLOCKS = Quantize(method="fp8_blocks")
 # Experts and pages that are large beside everything else, so that a matrix too many alive would show.
 FP8_LIMITS = BuildLimits(
     max_seq_len=256,
@@ -93,14 +95,31 @@ FP8_LIMITS = BuildLimits(
 
 @pytest.fixture(scope="session")
 def fp8_engine(tmp_path_factory: pytest.TempPathFactory) -> Built:
-    """DeepSeek-V3 in FP8 blocks that the engine keeps, for SM89: one dense layer, two routed ones."""
+    """In FP8 blocks that the engine keeps from its source."""
+    folder = tmp_path_factory.mktemp("fp8")
+    return _build_v3(folder, _convert_v3(folder, fp8=True))
+
+
+@pytest.fixture(scope="session")
+def made_blocks_engine(tmp_path_factory: pytest.TempPathFactory) -> Built:
+    """In FP8 blocks that method fp8_blocks made, of its own roles only."""
+    from pipeline.checkpoint.folder import CheckpointFolder
+    from pipeline.quantization.quantize import quantize_checkpoint
+
+    folder = tmp_path_factory.mktemp("blocks")
+    converted = CheckpointFolder.open(_convert_v3(folder, fp8=False))
+    quantize_checkpoint(converted, FolderWorkspace(folder / "checkpoint"), settings=MADE_BLOCKS)
+    return _build_v3(folder, folder / "checkpoint")
+
+
+def _convert_v3(folder: Path, *, fp8: bool) -> Path:
+    """DeepSeek-V3, one dense layer, two routed ones → its engine checkpoint."""
     from pipeline.checkpoint.convert import convert_checkpoint
     from pipeline.checkpoint.folder import CheckpointFolder
 
-    folder = tmp_path_factory.mktemp("fp8")
     source = fixtures.deepseek_v3(
         folder / "source",
-        fp8=True,
+        fp8=fp8,
         hidden_size=512,
         intermediate_size=1024,
         moe_intermediate_size=256,
@@ -119,7 +138,13 @@ def fp8_engine(tmp_path_factory: pytest.TempPathFactory) -> Built:
         num_nextn_predict_layers=0,
         first_k_dense_replace=1,
     )
-    checkpoint = folder / "checkpoint"
+    checkpoint = folder / ("checkpoint" if fp8 else "converted")
     convert_checkpoint(CheckpointFolder.open(source), FolderWorkspace(checkpoint), dtype=None, overflow="refuse")
-    config = CheckpointFolder.open(checkpoint).config
-    return build(folder, config, (), FP8_LIMITS, sm=89)
+    return checkpoint
+
+
+def _build_v3(folder: Path, checkpoint: Path) -> Built:
+    """For SM89."""
+    from pipeline.checkpoint.folder import CheckpointFolder
+
+    return build(folder, CheckpointFolder.open(checkpoint).config, (), FP8_LIMITS, sm=89)

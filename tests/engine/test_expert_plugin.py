@@ -14,6 +14,7 @@ from pipeline.engine.description import load_description
 from pipeline.engine.kernels import plan_workspace
 from pipeline.engine.limits import BuildLimits, Rectangle
 from pipeline.engine.refit_list import REFIT_LIST, load_refit_list
+from pipeline.engine.weights import FP8_ROLES
 from pipeline.network.spec import Lowering, NetworkSpec
 from pipeline.workspace import FolderWorkspace
 from tests import fixtures
@@ -71,13 +72,13 @@ def test_an_engine_carries_its_experts(write: Any, sm: int, tmp_path: Path) -> N
     assert (plugin.operation, plugin.layers) == ("moe_experts", 1)
     assert [kernel.function for kernel in plugin.kernels] == KERNELS
     for kernel in plugin.kernels:
-        assert (kernel.sm, kernel.spills, kernel.passed) == (sm, 0, None)
+        assert (kernel.sm, kernel.spills) == (sm, 0)
         assert b".entry " + kernel.function.encode() in data
     architecture = CheckpointFolder.open(tmp_path / ("int4" if write is write_int4 else "blocks")).architecture
     for profile, stated in zip(LIMITS.profiles(), description.profiles, strict=True):
         planned = plan_workspace(
             architecture, profile, dtype=architecture.dtype, block_size=LIMITS.block_size, moe="dense",
-            fp8=write is convert_fp8, lowering=Lowering(moe_experts="plugin"),
+            blocks=frozenset(FP8_ROLES if write is convert_fp8 else ()), lowering=Lowering(moe_experts="plugin"),
         )  # fmt: skip
         assert stated.workspace_bytes is not None
         assert 1 <= planned.nbytes / stated.workspace_bytes <= 1.1, planned.terms[:8]

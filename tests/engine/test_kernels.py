@@ -7,10 +7,10 @@ import pytest
 from benchmarks import stripped, synthetic
 from pipeline.checkpoint.architecture import parse_architecture
 from pipeline.engine.kernels import plan_workspace
-from pipeline.engine.memory import estimate_weights
+from pipeline.engine.weights import FP8_ROLES, estimate_weights, list_block_roles
 from pipeline.network.spec import Lowering
 from pipeline.quantization.selection import Rules
-from tests.engine.conftest import LLAMA_INT4, MOE_INT4, V2_INT4, Built
+from tests.engine.conftest import LLAMA_INT4, MADE_BLOCKS, MOE_INT4, V2_INT4, Built
 
 ENGINES = [("llama_engine", LLAMA_INT4), ("moe_engine", MOE_INT4), ("v2_engine", V2_INT4)]
 
@@ -48,12 +48,24 @@ def test_weights_in_fp8_blocks_are_dequantized_one_at_a_time(fp8_engine: Built) 
     weights = estimate_weights(architecture, dtype="bfloat16", max_seq_len=built.spec.max_seq_len, fp8=True)
     assert weights == pytest.approx(built.description.weights_bytes, rel=0.02)
     for profile, stated in zip(built.limits.profiles(), built.description.profiles, strict=True):
-        planned = plan_workspace(architecture, profile, dtype="bfloat16", block_size=64, moe="dense", fp8=True)
+        planned = plan_workspace(
+            architecture, profile, dtype="bfloat16", block_size=64, moe="dense", blocks=frozenset(FP8_ROLES)
+        )
         assert stated.workspace_bytes is not None
         assert 1 <= planned.nbytes / stated.workspace_bytes <= 1.06, planned.terms[:8]
         in_16_bits = plan_workspace(architecture, profile, dtype="bfloat16", block_size=64, moe="dense")
         assert planned.nbytes > in_16_bits.nbytes or profile.phase == "context"
     assert experts < (built.description.profiles[1].workspace_bytes or 0) < 3 * experts  # of the six there are
+
+
+def test_blocks_that_a_method_made_are_dequantized_too(made_blocks_engine: Built) -> None:
+    built, architecture = made_blocks_engine, made_blocks_engine.architecture
+    blocks = list_block_roles(architecture, MADE_BLOCKS.rules, fp8=False)
+    assert blocks == {*MADE_BLOCKS.include}
+    for profile, stated in zip(built.limits.profiles(), built.description.profiles, strict=True):
+        planned = plan_workspace(architecture, profile, dtype="bfloat16", block_size=64, moe="dense", blocks=blocks)
+        assert stated.workspace_bytes is not None
+        assert 1 <= planned.nbytes / stated.workspace_bytes <= 1.06, planned.terms[:8]
 
 
 def test_plugins_at_the_shapes_of_v2_lite() -> None:

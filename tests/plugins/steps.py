@@ -41,7 +41,10 @@ class Step:
 
 
 def make_step(spans: Sequence[tuple[int, int]], block_size: int, seed: int = 0) -> Step:
-    """One sequence for each (tokens in the cache, new tokens)."""
+    """One sequence for each (tokens in the cache, new tokens); none at all is a step without rows."""
+    if not spans:
+        full = make_step([(0, 1)], block_size, seed)
+        return Step({name: tensor[:0] for name, tensor in full.inputs.items()}, full.blocks, 0, full.generator)
     generator = torch.Generator().manual_seed(seed)
     needed = [-(-(start + count) // block_size) for start, count in spans]
     blocks = sum(needed) + 2
@@ -55,9 +58,25 @@ def make_step(spans: Sequence[tuple[int, int]], block_size: int, seed: int = 0) 
     return Step(inputs, blocks, sum(count for _, count in spans), generator)
 
 
+LAYOUTS = st.sampled_from(["dense", "gaps", "turned"])
+
+
+def lay_out(tensor: torch.Tensor, layout: str) -> torch.Tensor:
+    """A copy: dense, every other element of its last dimension's memory, or with the memory of its dimensions turned
+    around."""
+    if layout == "dense":
+        return tensor.clone()
+    shape = list(tensor.shape)
+    if layout == "gaps":
+        made = torch.zeros([*shape[:-1], 2 * shape[-1]], dtype=tensor.dtype)[..., ::2]
+    else:
+        made = torch.zeros(shape[::-1], dtype=tensor.dtype).permute(*range(len(shape))[::-1])
+    return made.copy_(tensor)
+
+
 @st.composite
 def spans(draw: Any, *, longest: int = 40) -> list[tuple[int, int]]:
-    """Sequences of a step: fresh prompts, chunks in the middle, single tokens."""
+    """Sequences of a step: fresh prompts, chunks in the middle, single tokens; or no sequence."""
     one = st.tuples(st.integers(0, longest), st.one_of(st.just(1), st.integers(1, 9)))
-    found: list[tuple[int, int]] = draw(st.lists(one, min_size=1, max_size=4))
+    found: list[tuple[int, int]] = draw(st.lists(one, max_size=4))
     return found

@@ -18,13 +18,13 @@ from plugins.simulator import Simulator
 from tests.plugins.experts_cases import BASE as EXPERTS
 from tests.plugins.experts_cases import make_inputs
 from tests.plugins.meeting import run_ranks
-from tests.plugins.steps import EXAMPLES
+from tests.plugins.steps import EXAMPLES, LAYOUTS, lay_out
 
 DISPATCH = MoeDispatch(dtype="float32", payload="model", first=0, ranks=2, experts=8, top_k=2, hidden=16)
 COMBINE = MoeCombine(dtype="float32", first=0, ranks=2, experts=8, top_k=2, hidden=16)
 Rows = tuple[torch.Tensor, torch.Tensor, torch.Tensor]
 # How the tokens choose: any experts; all the same, and so mostly one rank; some nothing; ranks that none chooses.
-CHOICES = ("any", "one", "padded", "last rank empty")
+CHOICES = ("any", "one", "padded", "last rank empty", "nobody")
 
 
 @dataclass(frozen=True)
@@ -43,8 +43,8 @@ def draw_case(dispatch: MoeDispatch, tokens: int, choice: str = "any", seed: int
         scores[:, known:] = -1
         ids = scores.topk(op.top_k, 1).indices.to(torch.int32).expand(tokens, -1)[:tokens].contiguous()
         ids[:, :] = torch.where(ids < known, ids, -1)
-        if choice == "padded":
-            ids[tokens // 2 :] = -1
+        if choice in ("padded", "nobody"):
+            ids[tokens // 2 if choice == "padded" else 0 :] = -1
         x = torch.randn(tokens, op.hidden, generator=generator).to(getattr(torch, op.dtype))
         rows.append((x, ids, torch.rand(tokens, op.top_k, generator=generator)))
     common: dict[str, Any] = {k: v for k, v in dispatch.attributes().items() if k != "payload"}
@@ -77,10 +77,11 @@ def cases(draw: Any, types: tuple[str, ...] = ("float32", "float16", "bfloat16")
 
 
 @EXAMPLES
-@given(case=cases(types=("float32", "float16")))
-def test_kernels_send_what_the_reference_sends(simulator: Simulator, case: Case) -> None:
+@given(case=cases(), layout=LAYOUTS)
+def test_kernels_send_what_the_reference_sends(simulator: Simulator, case: Case, layout: str) -> None:
     found = simulator.run_ranks(case.dispatch, case.rows)
-    for own, wanted in zip(found, dispatch_all(case), strict=True):
+    rows = [(lay_out(x, layout), lay_out(ids, layout), lay_out(weights, layout)) for x, ids, weights in case.rows]
+    for own, wanted in zip(found, dispatch_all(replace(case, rows=rows)), strict=True):
         assert [(t.shape, t.dtype) for t in own] == [(t.shape, t.dtype) for t in wanted]
         came = int(wanted[4][1].sum())
         assert torch.equal(own[0][:came], wanted[0][:came])
@@ -89,7 +90,7 @@ def test_kernels_send_what_the_reference_sends(simulator: Simulator, case: Case)
 
 
 @EXAMPLES
-@given(case=cases(types=("float32", "float16")))
+@given(case=cases())
 def test_kernels_sum_what_the_reference_sums(simulator: Simulator, case: Case) -> None:
     sent = dispatch_all(case)
     inputs = [(own[0] * 3, own[3], own[4]) for own in sent]

@@ -18,14 +18,27 @@ from plugins.moe_experts.operation import PAIRS_AT_ONCE, MoeExperts
 from plugins.moe_experts.products import FEW_ROWS, MANY_ROWS, MOST_TILES
 from plugins.simulator import Simulator
 from tests.plugins.experts_cases import BASE, STORAGES, make_inputs
-from tests.plugins.steps import EXAMPLES
+from tests.plugins.steps import EXAMPLES, LAYOUTS, lay_out
 
 # Largest difference, relative to the largest output: the order of sums, and a rounding of the parts.
-BOUNDS = {"float32": 1e-6, "float16": 1e-3}
+BOUNDS = {"float32": 1e-6, "float16": 1e-3, "bfloat16": 8e-3}
+# What rows choose: any experts, none that are here, no expert at all.
+CHOICES = ("any", "any", "elsewhere", "nobody")
 
 
-def check(simulator: Simulator, op: MoeExperts, inputs: list[torch.Tensor], sm: int = 90) -> torch.Tensor:
-    (found,), (wanted,) = simulator.run(op, inputs, sm), op.compute(*inputs)
+def choose(op: MoeExperts, rows: int, choice: str) -> torch.Tensor | None:
+    """indices [rows, k]; None for any."""
+    elsewhere = [expert for expert in range(op.experts) if not op.first <= expert < op.first + op.count]
+    if choice == "any" or (choice == "elsewhere" and len(elsewhere) < op.top_k):
+        return None
+    chosen = elsewhere[: op.top_k] if choice == "elsewhere" else [-1] * op.top_k
+    return torch.tensor(chosen, dtype=torch.int32).expand(rows, -1).contiguous()
+
+
+def check(
+    simulator: Simulator, op: MoeExperts, inputs: list[torch.Tensor], sm: int = 90, layout: str = "dense"
+) -> torch.Tensor:
+    (found,), (wanted,) = simulator.run(op, inputs, sm), op.compute(*(lay_out(tensor, layout) for tensor in inputs))
     assert (found.shape, found.dtype) == (wanted.shape, wanted.dtype) == ((len(inputs[0]), op.hidden), torch.float32)
     largest = float(wanted.abs().max()) if wanted.numel() else 0.0
     assert bool(found.isfinite().all())
@@ -35,8 +48,8 @@ def check(simulator: Simulator, op: MoeExperts, inputs: list[torch.Tensor], sm: 
 
 @EXAMPLES
 @given(
-    rows=st.integers(1, 12),
-    dtype=st.sampled_from(["float32", "float16"]),
+    rows=st.integers(0, 12),
+    dtype=st.sampled_from(list(BOUNDS)),
     storages=st.tuples(st.sampled_from(list(STORAGES)), st.sampled_from(list(STORAGES))),
     sizes=st.sampled_from([(64, 32), (96, 160), (160, 96)]),
     experts=st.sampled_from([(1, 1), (5, 2), (9, 3)]),
@@ -44,6 +57,8 @@ def check(simulator: Simulator, op: MoeExperts, inputs: list[torch.Tensor], sm: 
     prescale=st.sampled_from(["", "shared", "each"]),
     sm=st.sampled_from([80, 90]),
     seed=st.integers(0, 3),
+    choice=st.sampled_from(CHOICES),
+    layout=LAYOUTS,
 )
 def test_rows_get_their_experts_sum(
     simulator: Simulator,
@@ -56,6 +71,8 @@ def test_rows_get_their_experts_sum(
     prescale: str,
     sm: int,
     seed: int,
+    choice: str,
+    layout: str,
 ) -> None:
     up = {name: value for name, value in STORAGES[storages[0]].items() if name.startswith("up")}
     down = {name: value for name, value in STORAGES[storages[1]].items() if name.startswith("down")}
@@ -64,7 +81,8 @@ def test_rows_get_their_experts_sum(
         BASE, dtype=dtype, hidden=sizes[0], width=sizes[1], experts=experts[0], first=first,
         count=max(1, int(share[1] * experts[0])), top_k=experts[1], prescale=prescale, **up, **down,
     )  # fmt: skip
-    check(simulator, op, make_inputs(op, rows, seed=seed), sm)
+    found = check(simulator, op, make_inputs(op, rows, choose(op, rows, choice), seed), sm, layout)
+    assert choice != "nobody" or not found.any()
 
 
 @pytest.mark.parametrize("storage", STORAGES)

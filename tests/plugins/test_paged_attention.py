@@ -14,7 +14,7 @@ from plugins.operation import Operation
 from plugins.paged_attention.operation import PagedAttention, PagedLatentAttention
 from plugins.paged_attention.sizes import PROGRAMS, QUANTIZED
 from plugins.simulator import Simulator
-from tests.plugins.steps import EXAMPLES, Step, make_step, spans
+from tests.plugins.steps import EXAMPLES, LAYOUTS, Step, lay_out, make_step, spans
 
 GROUPED = PagedAttention(
     dtype="float32", heads=4, kv_heads=2, head_size=16, block_size=16, window=0, pool_dtype="float32"
@@ -22,8 +22,11 @@ GROUPED = PagedAttention(
 LATENT = PagedLatentAttention(
     dtype="float32", heads=3, rank=32, rotary_size=16, block_size=16, window=0, pool_dtype="float32"
 )
-# Type of queries, type of pools, largest difference: of values of about 1, in fp16 with probabilities rounded to it.
-TYPES = [("float32", "float32", 2e-6), ("float16", "float16", 4e-3), ("float32", "int8", 2e-5)]
+# Type of queries, type of pools, largest difference: of values of about 1, in 16 bits with probabilities rounded to it.
+TYPES = [
+    *(("float32", "float32", 2e-6), ("float16", "float16", 4e-3), ("bfloat16", "bfloat16", 3e-2)),
+    *(("float32", "int8", 2e-5), ("float32", "fp8", 2e-4), ("bfloat16", "fp8", 1e-1)),
+]
 SPLIT = [(700, 1), (3, 1), (255, 1)]  # single tokens, one of them with enough keys for three programs
 
 
@@ -40,9 +43,15 @@ def make_inputs(op: PagedAttention | PagedLatentAttention, step: Step) -> list[t
     return [query, *pools, *inputs, *scales]
 
 
-def check(simulator: Simulator, op: PagedAttention | PagedLatentAttention, step: Step, bound: float) -> None:
+def check(
+    simulator: Simulator,
+    op: PagedAttention | PagedLatentAttention,
+    step: Step,
+    bound: float,
+    layout: str = "dense",
+) -> None:
     inputs = make_inputs(op, step)
-    (found,), (wanted,) = simulator.run(op, inputs), op.compute(*(tensor.clone() for tensor in inputs))
+    (found,), (wanted,) = simulator.run(op, inputs), op.compute(*(lay_out(tensor, layout) for tensor in inputs))
     assert (found.shape, found.dtype) == (wanted.shape, wanted.dtype)
     torch.testing.assert_close(found.float(), wanted.float(), rtol=bound, atol=bound)
 
@@ -55,6 +64,7 @@ def check(simulator: Simulator, op: PagedAttention | PagedLatentAttention, step:
     head_size=st.sampled_from([8, 16, 40]),
     window=st.sampled_from([0, 0, 1, 20]),
     block_size=st.sampled_from([16, 32, 128]),
+    layout=LAYOUTS,
 )
 def test_grouped_heads_attend_to_their_pages(
     simulator: Simulator,
@@ -64,12 +74,13 @@ def test_grouped_heads_attend_to_their_pages(
     head_size: int,
     window: int,
     block_size: int,
+    layout: str,
 ) -> None:
     op = replace(
         GROUPED, dtype=types[0], pool_dtype=types[1], heads=heads[0], kv_heads=heads[1], head_size=head_size,
         window=window, block_size=block_size,
     )  # fmt: skip
-    check(simulator, op, make_step(where, block_size), types[2])
+    check(simulator, op, make_step(where, block_size), types[2], layout)
 
 
 @EXAMPLES
@@ -80,6 +91,7 @@ def test_grouped_heads_attend_to_their_pages(
     sizes=st.sampled_from([(16, 16), (48, 8), (32, 24)]),
     window=st.sampled_from([0, 0, 20]),
     block_size=st.sampled_from([16, 64]),
+    layout=LAYOUTS,
 )
 def test_latent_heads_attend_to_their_pages(
     simulator: Simulator,
@@ -89,12 +101,13 @@ def test_latent_heads_attend_to_their_pages(
     sizes: tuple[int, int],
     window: int,
     block_size: int,
+    layout: str,
 ) -> None:
     op = replace(
         LATENT, dtype=types[0], pool_dtype=types[1], heads=heads, rank=sizes[0], rotary_size=sizes[1], window=window,
         block_size=block_size,
     )  # fmt: skip
-    check(simulator, op, make_step(where, block_size), types[2])
+    check(simulator, op, make_step(where, block_size), types[2], layout)
 
 
 @pytest.mark.parametrize("window", [0, 300])

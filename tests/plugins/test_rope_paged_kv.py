@@ -1,4 +1,4 @@
-"""The kernels against their references, bit for bit where Triton's interpreter rounds as a GPU does."""
+"""The kernels against their references, bit for bit."""
 
 from __future__ import annotations
 
@@ -10,10 +10,11 @@ import torch
 from hypothesis import given
 from hypothesis import strategies as st
 
+from pipeline.errors import CompatibilityError
 from plugins.operation import Operation
 from plugins.rope_paged_kv.operation import STORAGE, RopePagedKv, RopePagedLatent
 from plugins.simulator import Simulator
-from tests.plugins.steps import EXAMPLES, Step, make_step, spans
+from tests.plugins.steps import EXAMPLES, LAYOUTS, Step, lay_out, make_step, spans
 
 HEADS = RopePagedKv(
     dtype="float32", heads=3, kv_heads=1, head_size=8, rotary_size=8, interleaved=False, scale=0.3, block_size=16,
@@ -23,7 +24,10 @@ LATENT = RopePagedLatent(
     dtype="float32", heads=3, q_size=12, rank=16, rotary_size=8, interleaved=True, scale=0.3, block_size=16,
     pool_dtype="float32",
 )  # fmt: skip
-TYPES = [("float32", "float32"), ("float16", "float16"), ("float16", "int8")]
+TYPES = [
+    *(("float32", "float32"), ("float16", "float16"), ("bfloat16", "bfloat16")),
+    *(("float16", "int8"), ("bfloat16", "fp8"), ("float16", "fp8")),
+]
 
 
 def heads_inputs(op: RopePagedKv, step: Step) -> list[torch.Tensor]:
@@ -51,11 +55,11 @@ def latent_inputs(op: RopePagedLatent, step: Step) -> list[torch.Tensor]:
 
 
 def run_both(
-    simulator: Simulator, op: Operation, inputs: Sequence[torch.Tensor]
+    simulator: Simulator, op: Operation, inputs: Sequence[torch.Tensor], layout: str = "dense"
 ) -> list[tuple[torch.Tensor, torch.Tensor]]:
-    """What the kernel makes, and what the reference makes."""
+    """What the kernel makes, and what the reference makes of memory that is laid out so."""
     found = simulator.run(op, inputs)
-    wanted = op.compute(*(tensor.clone() for tensor in inputs))
+    wanted = op.compute(*(lay_out(tensor, layout) for tensor in inputs))
     assert [(t.shape, t.dtype) for t in found] == [(t.shape, t.dtype) for t in wanted]
     return [(a.float(), b.float()) for a, b in zip(found, wanted, strict=True)]
 
@@ -68,6 +72,7 @@ def run_both(
     sizes=st.sampled_from([(8, 8), (16, 8), (40, 24), (24, 24)]),
     interleaved=st.booleans(),
     block_size=st.sampled_from([16, 32]),
+    layout=LAYOUTS,
 )
 def test_heads_are_rotated_and_written(
     simulator: Simulator,
@@ -77,12 +82,13 @@ def test_heads_are_rotated_and_written(
     sizes: tuple[int, int],
     interleaved: bool,
     block_size: int,
+    layout: str,
 ) -> None:
     op = replace(
         HEADS, dtype=types[0], pool_dtype=types[1], heads=heads[0], kv_heads=heads[1], head_size=sizes[0],
         rotary_size=sizes[1], interleaved=interleaved, block_size=block_size,
     )  # fmt: skip
-    for found, wanted in run_both(simulator, op, heads_inputs(op, make_step(where, block_size))):
+    for found, wanted in run_both(simulator, op, heads_inputs(op, make_step(where, block_size)), layout):
         torch.testing.assert_close(found, wanted, rtol=0, atol=0)
 
 
@@ -94,6 +100,7 @@ def test_heads_are_rotated_and_written(
     sizes=st.sampled_from([(12, 16, 8), (8, 48, 8), (40, 24, 24)]),
     interleaved=st.booleans(),
     block_size=st.sampled_from([16, 32]),
+    layout=LAYOUTS,
 )
 def test_latent_rows_are_rotated_and_written(
     simulator: Simulator,
@@ -103,24 +110,14 @@ def test_latent_rows_are_rotated_and_written(
     sizes: tuple[int, int, int],
     interleaved: bool,
     block_size: int,
+    layout: str,
 ) -> None:
     op = replace(
         LATENT, dtype=types[0], pool_dtype=types[1], heads=heads, q_size=sizes[0], rank=sizes[1],
         rotary_size=sizes[2], interleaved=interleaved, block_size=block_size,
     )  # fmt: skip
-    for found, wanted in run_both(simulator, op, latent_inputs(op, make_step(where, block_size))):
+    for found, wanted in run_both(simulator, op, latent_inputs(op, make_step(where, block_size)), layout):
         torch.testing.assert_close(found, wanted, rtol=0, atol=0)
-
-
-@pytest.mark.parametrize("op", [HEADS, LATENT], ids=["heads", "latent"])
-def test_bfloat16_is_right_to_a_step_that_the_interpreter_cuts_off(
-    simulator: Simulator, op: RopePagedKv | RopePagedLatent
-) -> None:
-    op = replace(op, dtype="bfloat16", pool_dtype="bfloat16")
-    make = heads_inputs if isinstance(op, RopePagedKv) else latent_inputs
-    step = make_step([(3, 5), (14, 1)], op.block_size)
-    for found, wanted in run_both(simulator, op, make(op, step)):  # type: ignore[arg-type]
-        torch.testing.assert_close(found, wanted, rtol=2**-7, atol=1e-30)
 
 
 def test_fp8_pools_take_what_they_can_represent(simulator: Simulator) -> None:
@@ -162,3 +159,11 @@ def test_rotated_keys_are_those_of_transformers() -> None:
     turned_q, turned_k = apply_rotary_pos_emb(q, k, cos, sin)
     torch.testing.assert_close(query, turned_q[0].transpose(0, 1) * HEADS.scale)
     torch.testing.assert_close(k_pool[inputs[7][0, 0], 0, :6], turned_k[0, 0])
+
+
+@pytest.mark.parametrize("layout", ["gaps", "turned"])
+def test_memory_that_kernels_would_misread_is_refused(simulator: Simulator, layout: str) -> None:
+    inputs = heads_inputs(HEADS, make_step([(3, 5)], 16))
+    inputs[8] = lay_out(inputs[8], layout)
+    with pytest.raises(CompatibilityError, match=r"rope_paged_kv: k_pool \[3, 1, 16, 8\] has strides"):
+        simulator.run(HEADS, inputs)

@@ -51,9 +51,16 @@ def process(q: npt.NDArray[np.int8], bits: int, sm: int, *, name: str = "weight"
     of them. Raises CompatibilityError, naming `name`, for a GPU or a shape without such kernels."""
     import numpy as np
 
-    order = ORDERS[bits]
-    check(q.shape[0], q.shape[1], bits, sm, name=name)
-    inputs, outputs = q.shape
+    order, (inputs, outputs) = ORDERS[bits], q.shape
+    if sm in DATACENTER_BLACKWELL:
+        raise CompatibilityError(
+            f"{name}: TensorRT-LLM builds no INT{bits} weights for SM{sm}", hint="use method fp8, or another GPU"
+        )
+    if inputs % TILE or outputs % TILE:
+        raise CompatibilityError(
+            f"{name}: {inputs} inputs and {outputs} outputs of a rank are not multiples of {TILE}",
+            hint="take a smaller tensor parallel size",
+        )
     rows = np.arange(inputs).reshape(-1, len(order.inputs))[:, order.inputs].reshape(-1)
     stored = np.ascontiguousarray(q.T[:, rows])  # [N, K]
     if alternates(sm):
@@ -70,16 +77,3 @@ def process(q: npt.NDArray[np.int8], bits: int, sm: int, *, name: str = "weight"
 def alternates(sm: int) -> bool:
     """Whether tiles of neighbouring outputs alternate on this GPU."""
     return sm < HOPPER or sm >= BLACKWELL
-
-
-def check(inputs: int, outputs: int, bits: int, sm: int, *, name: str) -> None:
-    """Raises CompatibilityError where `process` would."""
-    if sm in DATACENTER_BLACKWELL:
-        raise CompatibilityError(
-            f"{name}: TensorRT-LLM builds no INT{bits} weights for SM{sm}", hint="use method fp8, or another GPU"
-        )
-    if inputs % TILE or outputs % TILE:
-        raise CompatibilityError(
-            f"{name}: {inputs} inputs and {outputs} outputs of a rank are not multiples of {TILE}",
-            hint="take a smaller tensor parallel size",
-        )

@@ -118,7 +118,6 @@ def _gptq(weights: RankWeights, base: str) -> Tensors:
         values = weights.source.read(scale).data.view(np.float32).reshape(outputs, groups)
         return store_floats(values.T, weights.dtype)
 
-    mixed_gemm.check(inputs, outputs, 4, weights.sm, name=base)
     zeros = np.zeros(groups * outputs * DTYPES[stored][0], np.uint8)
     return {
         "weight": weights.make(stored, (inputs, outputs // 4), (name,), process),
@@ -139,7 +138,6 @@ def _int8(weights: RankWeights, base: str) -> Tensors:
     def round_scales() -> Bytes:
         return store_floats(weights.source.read(scale).data.view(np.float32), weights.dtype)
 
-    mixed_gemm.check(inputs, outputs, 8, weights.sm, name=base)
     return {
         "weight": weights.make("I8", (inputs, outputs), (name,), process),
         CHANNEL_SCALES: weights.make(MODEL_DTYPES[weights.dtype], (outputs,), (scale,), round_scales),

@@ -1,0 +1,92 @@
+"""What the benchmark of kernels measures, row by row: sizes, bars, and what a row says."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+from plugins.operation import Operation
+from plugins.passed import digest_source
+from plugins.resources import list_subjects
+
+# (tokens in the cache, new tokens) of each sequence.
+STEPS: dict[str, list[tuple[int, int]]] = {
+    "decode 1": [(1023, 1)],
+    "decode 32": [(1023, 1)] * 32,
+    "decode 256": [(1023, 1)] * 256,
+    "prefill": [(0, 1024), (512, 512)],
+}
+OK, FAILED = "ok", "FAILED"
+LARGE = ("decode 256", "prefill")
+DECODE = ("decode 1", "decode 32", "decode 256")
+# Operation, a part of the model's name, steps -> the least share of bandwidth, and the least of unfused. V3's latent
+# attention, of 128 heads, multiplies 240 times for each byte of the cache: more than an H200 does while it reads one.
+BARS: tuple[tuple[str, str, tuple[str, ...], float, float], ...] = (
+    ("rope_paged_kv", "", LARGE, 0.8, 0.0),
+    ("rope_paged_kv", "", DECODE, 0.0, 2.0),
+    ("rope_paged_latent", "", LARGE, 0.8, 0.0),
+    ("rope_paged_latent", "", DECODE, 0.0, 2.0),
+    ("paged_latent_attention", "", ("decode 32", "decode 256"), 0.6, 0.0),
+    ("moe_experts", "int4", DECODE, 0.6, 0.0),
+    ("moe_dispatch", "", LARGE, 0.7, 0.0),
+    ("moe_combine", "", LARGE, 0.7, 0.0),
+)
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Row:
+    """One operation at the sizes of a model and a step. sources: digests of its kernels' modules. error: the largest
+    difference from the reference over the bound, at most 1 is right; None where it was not measured. failure: why not,
+    where that was tried. seconds: of a run; of_bandwidth, of_floor, unfused: see kernels.py."""
+
+    operation: str
+    model: str
+    step: str
+    sources: tuple[str, ...]
+    error: float | None = None
+    failure: str = ""
+    seconds: float = 0.0
+    of_bandwidth: float = 0.0
+    of_floor: float = 0.0
+    unfused: float = 0.0
+
+    @property
+    def name(self) -> str:
+        return f"{self.operation}, {self.model}, {self.step}"
+
+    @property
+    def verdict(self) -> str:
+        return OK if self.is_right else FAILED if self.failure or self.error is not None else ""
+
+    @property
+    def is_right(self) -> bool:
+        return self.error is not None and self.error <= 1
+
+    def describe(self) -> str:
+        if self.error is None:
+            return self.failure or "not measured"
+        seen = f"{self.error:.3f} of the bound, {1e3 * self.seconds:.3f} ms, {self.of_bandwidth:.0%} of bandwidth, "
+        seen += f"{self.of_floor:.0%} of floor, " if self.of_floor > self.of_bandwidth else ""
+        return seen + f"{self.unfused:.1f} x unfused" + "".join(f"; below {bar}" for bar in self.list_missed())
+
+    def list_missed(self) -> list[str]:
+        """The bars that it does not reach: of an H200."""
+        missed = []
+        for operation, model, steps, bandwidth, unfused in BARS:
+            if operation == self.operation and model in self.model and self.step in steps:
+                missed += [f"{bandwidth:.0%} of bandwidth"] if self.of_bandwidth < bandwidth else []
+                missed += [f"{unfused:.0f} x"] if self.unfused < unfused else []
+        return missed
+
+
+def list_rows(sm: int) -> list[tuple[Row, Operation]]:
+    """Every row that kernels for this SM have, not yet measured."""
+    return [
+        (Row(operation=operation.NAME, model=model, step=step, sources=_name_sources(operation)), operation)
+        for model, operation, sms in list_subjects()
+        if sm in sms
+        for step in STEPS
+    ]
+
+
+def _name_sources(operation: Operation) -> tuple[str, ...]:
+    return tuple(sorted({digest_source(kernel.module) for kernel in operation.kernels()}))
