@@ -20,7 +20,7 @@ import torch
 from pipeline.checkpoint.engine_config import read_own_key, write_quantized
 from pipeline.checkpoint.layouts import layout_for
 from pipeline.checkpoint.layouts.rows import MTP_PREFIX
-from pipeline.checkpoint.layouts.scales import BLOCK_SCALES, PRESCALE, cache_scale
+from pipeline.checkpoint.layouts.scales import BLOCK_SCALES, PRESCALE, ZEROS, cache_scale
 from pipeline.checkpoint.shards import Shard, write_index
 from pipeline.checkpoint.tensors import TensorInfo
 from pipeline.errors import CompatibilityError
@@ -250,7 +250,7 @@ class _Run:
             "kv_cache_quant_algo": CACHE_FORMATS[kind][0] if (kind := self.settings.kv_cache) != "none" else None,
             "method": self.settings.method,
             "group_size": self.settings.group_size if grouped else None,
-            "has_zero_point": False,
+            "has_zero_point": any(info.name.endswith(f".{ZEROS}") for info in infos),
             "pre_quant_scale": any(info.name.endswith(PRESCALE) for info in infos),
             "quantized": {
                 name: {"format": linear.format, "group_size": linear.group}
