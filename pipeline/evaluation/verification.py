@@ -85,6 +85,11 @@ class Verification:
                 f"{quantized.tally.perplexity:.3f}, original's top token in the best five at "
                 f"{quantized.tally.mean('top1_in_top5'):.2%}"
             )
+            if baseline := self.quality.baseline:
+                lines.append(
+                    f"{baseline.label}: perplexity {baseline.tally.perplexity:.3f}, mean KL "
+                    f"{baseline.tally.mean('kl'):.3g}; the quantized checkpoint's: {quantized.tally.mean('kl'):.3g}"
+                )
         lines += ["", "layer  network vs transformers (max abs)  quantized vs original (relative RMS)"]
         for layer, error in enumerate(proof.layer_errors):
             cost = f"{errors[layer]:.4f}" if errors else "-"
@@ -156,5 +161,6 @@ def _plan(settings: Verify, spec: NetworkSpec) -> Plan:
         tasks=settings.tasks,
         continuations=settings.continuations.prompts,
         new_tokens=settings.continuations.tokens,
+        baseline=settings.baseline,
         settings=SETTINGS,
     )

@@ -101,7 +101,14 @@ def run_document() -> dict[str, Any]:
         "verify": {
             "gates": gates,
             "network": network,
-            "quality": {"checkpoints": [row("original", 0.0), row("quantized", 0.02)], "samples": [sample()] * 3},
+            "quality": {
+                "checkpoints": [
+                    row("original", 0.0, baseline_share=0.0),
+                    row("quantized", 0.02, baseline_share=0.36),
+                ],
+                "baseline": row("round to nearest (baseline)", 0.05, baseline_share=1.0),
+                "samples": [sample()] * 3,
+            },
         },
         "quantization": {
             "heat_map": cells,
@@ -179,9 +186,11 @@ def test_everything_is_there(seen: dict[str, Any]) -> None:
     run, compare = seen["run"], seen["compare"]
     assert (run["tables"], run["plots"], run["marks"]) == (5, 8, 3)
     assert (compare["tables"], compare["plots"], compare["marks"]) == (2, 5, 1)
-    assert run["rows"] == (1 + 3) + (1 + 2) + (1 + 2) + (1 + 1) + (1 + 2)  # gates, checkpoints, groups, tasks, layers
+    assert run["rows"] == (1 + 3) + (1 + 3) + (1 + 2) + (1 + 1) + (1 + 2)  # gates, checkpoints, groups, tasks, layers
     for words in ("1 of 3 gates failed: gate_1@8192", "90.0 s (failed)", "10 GB", "28.0%", "not measured", "inf"):
         assert words in run["text"], words
+    for words in ("round to nearest (baseline)", "loss of baseline's", "0.36"):
+        assert words in run["text"] and words not in compare["text"], words
     assert "3 checkpoints compared" in compare["text"]
 
 
