@@ -44,9 +44,10 @@ SAME = 1e-3  # of perplexity: below this two methods are alike
 FLAT, INT4_SHARE = 0.10, 0.28
 
 WORKER = """
-import re, sys, time
+import sys, time
 from pathlib import Path
 import torch
+from benchmarks.peak import read_peak
 from pipeline.checkpoint.folder import CheckpointFolder
 from pipeline.checkpoint.reference import build_hf_rotary
 from pipeline.config.settings import Calibration, Quantize
@@ -63,8 +64,7 @@ build_hf_rotary(checkpoint.config)  # imports transformers' modules before the c
 begin, processor = time.perf_counter(), time.process_time()
 quantize_checkpoint(checkpoint, FolderWorkspace(Path(target)), settings=settings)
 seconds, processor = time.perf_counter() - begin, time.process_time() - processor
-peak = re.search(r"VmHWM:\\s+(\\d+)", Path("/proc/self/status").read_text())[1]
-print(seconds, processor, int(peak) * 1024)
+print(seconds, processor, read_peak())
 """
 
 
