@@ -4,8 +4,9 @@
     python -m benchmarks.recipes loss      # round-to-nearest, and --method, uniform and by a recipe of the same size
 
 Both start from `make smollm2` and what `trtseek engine smollm2-int4.yaml --until convert` makes of it. Losses are nats
-per token over the original on held-out text of the calibration's domain and of another, measured on what was written, read back through transformers' layers;
-sizes are those of the folders' tensors. `loss` solves from out/smollm2-int4/sensitivity.json (`trtseek sensitivity`).
+per token over the original on held-out text of the calibration's domain and of another, measured on what was written,
+read back through transformers' layers; sizes are those of the folders' tensors. `loss` solves from
+out/smollm2-int4/sensitivity.json (`trtseek sensitivity`).
 """
 
 from __future__ import annotations
