@@ -7,7 +7,14 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 import pipeline
-from pipeline.evaluation.report.figures import Plot, plot_checkpoints, plot_coverage, plot_experts, plot_linears
+from pipeline.evaluation.report.figures import (
+    Plot,
+    plot_checkpoints,
+    plot_coverage,
+    plot_experts,
+    plot_linears,
+    plot_saturation,
+)
 from pipeline.evaluation.report.words import spell_bytes, spell_number, spell_seconds, spell_share
 from pipeline.text_file import write_text
 
@@ -52,6 +59,7 @@ def describe_run(document: Document) -> dict[str, Any]:
             plot_linears(quantization.get("heat_map", [])),
             plot_experts(quantization.get("experts", {})),
             plot_coverage(quantization.get("coverage", {}).get("layers", {})),
+            plot_saturation(quantization.get("coverage", {}).get("saturation", [])),
         ]
     return {
         "key": document["key"],
