@@ -8,7 +8,8 @@ from functools import cached_property
 from typing import TYPE_CHECKING
 
 from pipeline.checkpoint.foreign.marks import MARKS
-from pipeline.quantization.selection import METHODS, NEVER, Decision, find_pattern, fit
+from pipeline.quantization.patterns import find_pattern
+from pipeline.quantization.selection import METHODS, NEVER, Decision, fit
 
 if TYPE_CHECKING:
     from pipeline.checkpoint.architecture import Architecture

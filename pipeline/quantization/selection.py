@@ -6,15 +6,13 @@ milliseconds.
 
 from __future__ import annotations
 
-import re
 from collections import Counter
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
-from fnmatch import translate
-from functools import cache
 from typing import TYPE_CHECKING, Literal, get_args
 
 from pipeline.checkpoint.layouts.scales import BLOCK
+from pipeline.quantization.patterns import find_pattern
 
 if TYPE_CHECKING:
     from pipeline.checkpoint.layouts import Kind
@@ -255,22 +253,3 @@ def pick_group(shape: Sequence[int], wanted: int) -> int | None:
     """
     rows, columns = shape
     return None if rows % 2 else next((size for size in GROUP_SIZES if size <= wanted and columns % size == 0), None)
-
-
-@cache
-def find_pattern(patterns: tuple[str, ...]) -> Callable[[str], int | None]:
-    """Which of the shell patterns is the first to name a linear X, as `X` or as `X.weight`.
-
-    One expression for all patterns: DeepSeek-V3 has 45,000 expert linears to hold against them.
-    """
-    if not patterns:
-        return lambda name: None
-    # The group around a whole pattern is the last to close.
-    match = re.compile("|".join(f"(?P<pattern{i}>{translate(each)})" for i, each in enumerate(patterns))).match
-
-    def find(name: str) -> int | None:
-        bare = name.removesuffix(".weight")
-        groups = [found.lastgroup for spelled in (bare, f"{bare}.weight") if (found := match(spelled))]
-        return min((int(str(group).removeprefix("pattern")) for group in groups), default=None)
-
-    return find
