@@ -10,8 +10,9 @@
 
 Models: smollm2 (`make smollm2` first), llama-250m (random weights), v2-tiny. Losses are measured by the interpreter in
 exact mode on what each side wrote, read back (with zero points: the AWQ export, in 16 bits), on held-out text of the
-calibration's domain (Python's documentation) and of another (Perl's, from Debian's package perl-doc). Each side quantizes in a process of its own, one after the other;
-peers live under out/peers, made when missing. "Faster" is judged in processor seconds, which other load disturbs less.
+calibration's domain (Python's documentation) and of another (Perl's, from Debian's package perl-doc). Each side
+quantizes in a process of its own, one after the other; peers live under out/peers, made when missing. "Faster" is
+judged in processor seconds, which other load disturbs less.
 """
 
 from __future__ import annotations

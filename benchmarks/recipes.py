@@ -148,9 +148,7 @@ def loss(
         figures = (f"{t} {loss:+.4f}, {loss / of:.2f}" for t, loss, of in zip(texts, over, base, strict=True))
         print(f"{name}: {'; '.join(figures)}; ratio {ratio:.4f}", flush=True)
 
-    print(
-        "original", dict(zip(texts, (round(each, 4) for each in original), strict=True)), "nats per token", flush=True
-    )
+    print("original:", *(f"{t} {nats:.4f}" for t, nats in zip(texts, original, strict=True)), flush=True)
     for method in methods:
         uniform = settings.model_copy(update={"method": method, "recipe": Recipe()})
         size, scores = _quantize_and_score(source, uniform, texts.values())

@@ -229,12 +229,3 @@ def test_words_that_outputs_do_not_fill(tmp_path: Path) -> None:
     )
     with pytest.raises(CompatibilityError, match=r"q_proj and .*k_proj and .*v_proj cannot .* no multiple of 8"):
         export_checkpoint(engine, tmp_path / "out", "awq")
-
-
-def test_a_quantized_head_is_refused_or_wide(tmp_path: Path) -> None:
-    engine = support.quantize("llama", "rtn", tmp_path, dtype="float16", recipe={"lm_head": "rtn"})
-    with pytest.raises(CompatibilityError, match="lm_head cannot be exported as awq: readers"):
-        export_checkpoint(engine, tmp_path / "out", "awq")
-    report = export_checkpoint(engine, tmp_path / "out", "awq", others="16bit")
-    assert report.widened.keys() == {"lm_head"}
-    assert support.load_folder(tmp_path / "out")["lm_head.weight"].dtype == torch.float16
