@@ -29,8 +29,9 @@ from pipeline.checkpoint.tensors import RawTensor, TensorInfo
 HIDDEN, INTERMEDIATE, VOCAB = 2048, 5504, 32256
 
 WORKER = """
-import re, sys, time
+import sys, time
 from pathlib import Path
+from benchmarks.peak import read_peak
 from pipeline.checkpoint.convert import convert_checkpoint
 from pipeline.checkpoint.folder import CheckpointFolder
 from pipeline.workspace import FolderWorkspace
@@ -39,7 +40,7 @@ import torch  # imported before the clock starts: a run of several stages pays f
 begin = time.perf_counter()
 folder = CheckpointFolder.open(Path(sys.argv[1]))
 convert_checkpoint(folder, FolderWorkspace(Path(sys.argv[2])), dtype=sys.argv[3], overflow="refuse")
-print(time.perf_counter() - begin, int(re.search(r"VmHWM:\\s+(\\d+)", Path("/proc/self/status").read_text())[1]) / 1024)
+print(time.perf_counter() - begin, read_peak() / 2**20)
 """
 
 

@@ -26,14 +26,15 @@ from pipeline.workspace import FolderWorkspace
 
 FORMATS = (("hf", "engine"), ("gguf", "engine"), ("awq", "int4"), ("compressed_tensors", "int4"), ("gguf", "int4"))
 EXPORT = """
-import re, sys, time
+import sys, time
 from pathlib import Path
+from benchmarks.peak import read_peak
 import torch  # imported before the clock starts
 from pipeline.checkpoint.folder import CheckpointFolder
 from pipeline.exports.formats import export_checkpoint
 begin = time.perf_counter()
 export_checkpoint(CheckpointFolder.open(Path(sys.argv[1])), Path(sys.argv[2]), sys.argv[3])
-print(time.perf_counter() - begin, int(re.search(r"VmHWM:\\s+(\\d+)", Path("/proc/self/status").read_text())[1]) / 1024)
+print(time.perf_counter() - begin, read_peak() / 2**20)
 """
 LOAD = {
     "safetensors": """

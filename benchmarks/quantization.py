@@ -9,133 +9,38 @@
 --samples calibrates on that many instead of 128 (llama-250m: 32), --tokens scores that many: a part then takes minutes.
 
 Models: smollm2 (`make smollm2` first), llama-250m (random weights), v2-tiny. Losses are measured by the interpreter in
-exact mode on what each side wrote, read back, on held-out text of the calibration's domain (Python's documentation) and
-of another (Perl's, from Debian's package perl-doc). Each side quantizes in a process of its own, one after the other;
-peers live under out/peers, made when missing. "Faster" is judged in processor seconds, which other load disturbs less.
+exact mode on what each side wrote, read back (with zero points: the AWQ export, in 16 bits), on held-out text of the
+calibration's domain (Python's documentation) and of another (Perl's, from Debian's package perl-doc). Each side
+quantizes in a process of its own, one after the other; peers live under out/peers, made when missing. "Faster" is
+judged in processor seconds, which other load disturbs less.
 """
 
 from __future__ import annotations
 
 import argparse
 import dataclasses
-import json
 import math
 import shutil
-import subprocess
 import sys
 import time
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
 from typing import Any
 
-from benchmarks import peer_environments, synthetic
-from benchmarks.quantization_models import MODELS, Model, other_domain
+from benchmarks import synthetic
+from benchmarks.quantization_models import FOLDER, MODELS, Model, other_domain
+from benchmarks.quantization_sides import convert, export_awq, quantize, quantize_by_peer
 from pipeline.progress import format_amount
+from pipeline.quantization.selection import WITH_ZEROS
 
-FOLDER = Path("out/benchmarks/quantization")
 METHODS = ("rtn", "rtn_clip", "awq", "gptq", "awq_gptq")
-# Share of rounding to nearest's loss that a method may have, in either domain.
-BARS = {"awq": 0.6, "gptq": 0.9, "best": 0.45}
+EXPORTED = tuple(WITH_ZEROS.values())  # by none of our engines: measured on what AWQ's format has of them
+# Share of rounding to nearest's loss in its format that a method may have, in either domain.
+BARS = {"awq": 0.6, "awq_zeros": 0.6, "gptq": 0.9, "best": 0.45}
 FASTER, SMALLER = 3.0, 0.5
 SAME = 1e-3  # of perplexity: below this two methods are alike
 FLAT, INT4_SHARE = 0.10, 0.28
-
-WORKER = """
-import re, sys, time
-from pathlib import Path
-import torch
-from pipeline.checkpoint.folder import CheckpointFolder
-from pipeline.checkpoint.reference import build_hf_rotary
-from pipeline.config.settings import Calibration, Quantize
-from pipeline.quantization.quantize import quantize_checkpoint
-from pipeline.workspace import FolderWorkspace
-
-source, target, method, text = sys.argv[1:5]
-group, samples, length = map(int, sys.argv[5:8])
-calibration = Calibration(files=({"path": Path(text)},), samples=samples, length=length)
-settings = Quantize(method=method, group_size=group, include=tuple(sys.argv[8].split(",")), calibration=calibration)
-checkpoint = CheckpointFolder.open(Path(source))
-build_hf_rotary(checkpoint.config)  # imports transformers' modules before the clock starts, as the peers' scripts do
-begin, processor = time.perf_counter(), time.process_time()
-quantize_checkpoint(checkpoint, FolderWorkspace(Path(target)), settings=settings)
-seconds, processor = time.perf_counter() - begin, time.process_time() - processor
-peak = re.search(r"VmHWM:\\s+(\\d+)", Path("/proc/self/status").read_text())[1]
-print(seconds, processor, int(peak) * 1024)
-"""
-
-
-@dataclass(frozen=True, kw_only=True)
-class Run:
-    """What one side wrote, in wall and processor seconds, at which peak of resident bytes (mapped files included)."""
-
-    output: Path
-    seconds: float
-    processor: float
-    peak: int
-
-    def __str__(self) -> str:
-        return f"{self.seconds:.0f} s, {self.processor:.0f} s of processor, peak {format_amount(self.peak, 'B')}"
-
-
-def quantize(model: Model, method: str) -> Run:
-    """This project's way: convert (not timed: the peers read the model as it is), then quantize in a process."""
-    engine, output = convert(model), FOLDER / model.name / method
-    shutil.rmtree(output, ignore_errors=True)
-    arguments = [str(engine), str(output), method, str(model.calibration), str(model.group), str(model.samples)]
-    return run_worker(arguments, model, output)
-
-
-def run_worker(arguments: Sequence[str], model: Model, output: Path) -> Run:
-    command = [sys.executable, "-c", WORKER, *arguments, str(model.length), ",".join(model.include)]
-    seconds, processor, peak = subprocess.run(command, check=True, stdout=subprocess.PIPE, text=True).stdout.split()
-    return Run(output=output, seconds=float(seconds), processor=float(processor), peak=int(peak))
-
-
-def convert(model: Model) -> Path:
-    from pipeline.checkpoint.convert import convert_checkpoint
-    from pipeline.checkpoint.folder import CheckpointFolder
-    from pipeline.workspace import FolderWorkspace
-
-    output = FOLDER / model.name / "engine"
-    if not (output / "conversion.json").exists():
-        shutil.rmtree(output, ignore_errors=True)
-        source = CheckpointFolder.open(model.prepare())
-        convert_checkpoint(source, FolderWorkspace(output), dtype=model.dtype, overflow="refuse")
-    return output
-
-
-def quantize_by_peer(model: Model, peer: str) -> Run:
-    """The peer's, on the very tokens that this project calibrates on."""
-    from pipeline.checkpoint.folder import CheckpointFolder
-    from pipeline.quantization.calibration import tokenizer_file
-    from pipeline.quantization.text import sample_tokens
-
-    source = CheckpointFolder.open(model.prepare())
-    bos = source.config.get("bos_token_id")
-    tokens = sample_tokens(
-        tokenizer_file(source),
-        model.calibration_files(),
-        samples=model.samples,
-        length=model.length,
-        seed=0,
-        vocab_size=source.architecture.vocab_size,
-        bos=bos if isinstance(bos, int) else None,
-    )
-    output = FOLDER / model.name / peer
-    shutil.rmtree(output, ignore_errors=True)
-    output.mkdir(parents=True)
-    token_file = output / "tokens.json"
-    token_file.write_text(json.dumps(tokens.tolist()))
-    arguments = [str(source.path), str(token_file), str(output), str(model.group)]
-    found = peer_environments.run(peer, arguments, output / "log.txt")
-    floats = output / "floats"
-    # The peer's own config says how it quantized; what is read back has nothing of that any more.
-    config = {**json.loads((source.path / "config.json").read_text()), "torch_dtype": "float32"}
-    (floats / "config.json").write_text(json.dumps(config))
-    shutil.copyfile(source.path / "tokenizer.json", floats / "tokenizer.json")
-    return Run(output=floats, **found)
 
 
 def measure(model: Model, outputs: Sequence[Path]) -> dict[str, list[float]]:
@@ -157,22 +62,27 @@ def measure(model: Model, outputs: Sequence[Path]) -> dict[str, list[float]]:
 
 
 def compare_methods(methods: Sequence[str]) -> bool:
-    """Every method's loss as a share of rounding to nearest's, and the GPTQ peer's."""
+    """Every method's loss as a share of rounding to nearest's in its format, and the GPTQ peer's."""
     model = MODELS["smollm2"]
-    names = ["rtn", *(method for method in methods or METHODS if method != "rtn")]
-    runs = {name: quantize(model, name) for name in names}
-    runs["llm-compressor"] = quantize_by_peer(model, "llmcompressor")
+    wanted = list(methods or (*METHODS, *EXPORTED))
+    # What a share is of goes first.
+    nearest = ["rtn", *(["rtn_zeros"] if "awq_zeros" in wanted else [])]
+    runs = {name: quantize(model, name) for name in dict.fromkeys([*nearest, *wanted])}
+    for name in runs.keys() & EXPORTED:
+        runs[name] = dataclasses.replace(runs[name], output=export_awq(runs[name].output))
+    if "gptq" in runs:
+        runs["llm-compressor"] = quantize_by_peer(model, "llmcompressor")
     losses = measure(model, [run.output for run in runs.values()])
     passed = True
     for domain, (original, *over) in losses.items():
         print(f"{domain}: original {original:.4f} nats per token")
-        shares = {name: loss / over[0] for name, loss in zip(runs, over, strict=True)}
-        for (name, run), loss in zip(runs.items(), over, strict=True):
-            print(f"  {name:15} +{loss:.4f}  {shares[name]:.2f} of rounding to nearest's; {run}", flush=True)
-        ours = {name: share for name, share in shares.items() if name in METHODS}
-        passed &= all(share <= BARS[name] for name, share in ours.items() if name in BARS)
-        passed &= min(ours.values()) <= BARS["best"]
-        passed &= ours.get("gptq", 0.0) <= shares["llm-compressor"]
+        lost = dict(zip(runs, over, strict=True))
+        shares = {name: loss / lost["rtn_zeros" if name in EXPORTED else "rtn"] for name, loss in lost.items()}
+        for name, run in runs.items():
+            print(f"  {name:15} +{lost[name]:.4f}  {shares[name]:.2f} of rounding to nearest's; {run}", flush=True)
+        passed &= all(shares[name] <= bar for name, bar in BARS.items() if name in shares)
+        passed &= min(shares[name] for name in shares.keys() & METHODS) <= BARS["best"]
+        passed &= "gptq" not in shares or shares["gptq"] <= shares["llm-compressor"]
     return passed
 
 

@@ -27,10 +27,10 @@ from tests.quantization.support import Settings
 
 ROUNDS = 3
 ALL = ("mlp", "attention_output", "attention_input")
-PEAK = 'int(re.search(r"VmHWM:\\s+(\\d+)", Path("/proc/self/status").read_text())[1]) / 1024'
-WORKER = f"""
-import re, sys, time
+WORKER = """
+import sys, time
 from pathlib import Path
+from benchmarks.peak import read_peak
 from pipeline.checkpoint.folder import CheckpointFolder
 from pipeline.engine.tensorrt_llm.ranks import write_ranks
 from pipeline.sharding import Parallel
@@ -40,18 +40,19 @@ import torch  # imported before the clock starts: a run of several stages pays f
 begin = time.perf_counter()
 source = CheckpointFolder.open(Path(sys.argv[1]))
 write_ranks(source, FolderWorkspace(Path(sys.argv[2])), parallel=Parallel(tensor=int(sys.argv[3])), sm=90)
-print(time.perf_counter() - begin, {PEAK})
+print(time.perf_counter() - begin, read_peak() / 2**20)
 """
-PROVER = f"""
-import re, sys, time
+PROVER = """
+import sys, time
 from pathlib import Path
+from benchmarks.peak import read_peak
 from pipeline.checkpoint.folder import CheckpointFolder
 from pipeline.evaluation.rank_proof import prove_ranks
 
 begin = time.perf_counter()
 proof = prove_ranks(Path(sys.argv[2]), CheckpointFolder.open(Path(sys.argv[1])), sm=90)
 assert proof.holds and proof.logits == 0, proof.differing
-print(time.perf_counter() - begin, {PEAK})
+print(time.perf_counter() - begin, read_peak() / 2**20)
 """
 
 

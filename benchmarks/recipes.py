@@ -4,8 +4,9 @@
     python -m benchmarks.recipes loss      # round-to-nearest, and --method, uniform and by a recipe of the same size
 
 Both start from `make smollm2` and what `trtseek engine smollm2-int4.yaml --until convert` makes of it. Losses are nats
-per token over the original on held-out text, measured on what was written, read back through transformers' layers;
-sizes are those of the folders' tensors. `loss` solves from out/smollm2-int4/sensitivity.json (`trtseek sensitivity`).
+per token over the original on held-out text of the calibration's domain and of another, measured on what was written,
+read back through transformers' layers; sizes are those of the folders' tensors. `loss` solves from
+out/smollm2-int4/sensitivity.json (`trtseek sensitivity`).
 """
 
 from __future__ import annotations
@@ -14,13 +15,14 @@ import argparse
 import json
 import random
 import tempfile
-from collections.abc import Mapping
+from collections.abc import Iterable, Mapping
 from dataclasses import asdict
 from pathlib import Path
 from typing import Any
 
 import torch
 
+from benchmarks.quantization_models import MODELS, other_domain
 from pipeline.checkpoint.folder import CheckpointFolder
 from pipeline.checkpoint.hub_weights import hf_layer_state
 from pipeline.checkpoint.reference import build_hf_layer, build_hf_rotary, causal_mask
@@ -40,7 +42,6 @@ from pipeline.quantization.units import list_units
 from pipeline.workspace import FolderWorkspace
 
 CONFIG = "smollm2-int4"
-HELD_OUT = Path("checkpoints/text/heldout.txt")
 LENGTH, BATCH = 256, 8
 
 
@@ -133,28 +134,39 @@ def _step(source: CheckpointFolder, weights: TensorSource, hidden: torch.Tensor,
 def loss(
     source: CheckpointFolder, settings: Quantize, found: Mapping[str, Any], methods: list[str], pieces: int
 ) -> None:
-    """Each method uniform, then by the recipe that takes no more bytes."""
-    tokens = sample_pieces(source, [HELD_OUT], samples=pieces, length=LENGTH, seed=1)
-    original = score(source, tokens)
-    print(f"original {original:.4f} nats per token, {tokens.numel():,} tokens", flush=True)
-    base = 0.0
+    """Each method uniform, then by the recipe that takes no more bytes; shares of the first method's loss."""
+    texts = {
+        name: sample_pieces(source, [file], samples=pieces, length=LENGTH, seed=1)
+        for name, file in {"python": MODELS["smollm2"].heldout, "perl": other_domain()}.items()
+    }
+    original = [score(source, tokens) for tokens in texts.values()]
+    base: list[float] = []
+
+    def report(name: str, ratio: float, scores: list[float]) -> None:
+        over = [found - first for found, first in zip(scores, original, strict=True)]
+        base[:] = base or over
+        figures = (f"{t} {loss:+.4f}, {loss / of:.2f}" for t, loss, of in zip(texts, over, base, strict=True))
+        print(f"{name}: {'; '.join(figures)}; ratio {ratio:.4f}", flush=True)
+
+    print("original:", *(f"{t} {nats:.4f}" for t, nats in zip(texts, original, strict=True)), flush=True)
     for method in methods:
         uniform = settings.model_copy(update={"method": method, "recipe": Recipe()})
-        size, cost = _quantize_and_score(source, uniform, tokens)
-        base = base or cost - original
-        print(f"{method}: +{cost - original:.4f}, {(cost - original) / base:.2f}, ratio {size:.4f}", flush=True)
+        size, scores = _quantize_and_score(source, uniform, texts.values())
+        report(method, size, scores)
         recipe = solve(found, method, Goal(kind="size_ratio", limit=size), formats=("int4", "int8"))
         rows = tuple(RecipeRow.model_validate({**asdict(row.override), "reason": row.reason}) for row in recipe.rows)
         mixed = uniform.model_copy(update={"recipe": Recipe(rows=rows)})
-        size, cost = _quantize_and_score(source, mixed, tokens)
-        print(f"{method}, recipe {dict(recipe.counts)}: +{cost - original:.4f}, {(cost - original) / base:.2f}, "
-              f"ratio {size:.4f}, predicted KL {recipe.kl:.3f}", flush=True)  # fmt: skip
+        size, scores = _quantize_and_score(source, mixed, texts.values())
+        report(f"{method}, recipe {dict(recipe.counts)}, predicted KL {recipe.kl:.3f}", size, scores)
 
 
-def _quantize_and_score(source: CheckpointFolder, settings: Quantize, tokens: torch.Tensor) -> tuple[float, float]:
+def _quantize_and_score(
+    source: CheckpointFolder, settings: Quantize, texts: Iterable[torch.Tensor]
+) -> tuple[float, list[float]]:
     with tempfile.TemporaryDirectory(dir="out") as folder:
         report = quantize_checkpoint(source, FolderWorkspace(Path(folder)), settings=settings)
-        return report.ratio, score(CheckpointFolder.open(Path(folder)), tokens)
+        written = CheckpointFolder.open(Path(folder))
+        return report.ratio, [score(written, tokens) for tokens in texts]
 
 
 def main() -> None:

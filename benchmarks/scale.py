@@ -2,7 +2,7 @@
 
     python -m benchmarks.scale stripped v2-lite      builds without weights at the model's shapes: v2-lite, v2-236b
     python -m benchmarks.scale plugins v2-lite       the same with RoPE, attention and experts as plugins
-    python -m benchmarks.scale memory [2 8]          convert and round to nearest, peak memory by size in GB
+    python -m benchmarks.scale memory [2 8]          convert, round to nearest and compare, peak memory by size in GB
     python -m benchmarks.scale fp8 [2 6]             the same from FP8 blocks, which convert keeps
     python -m benchmarks.scale workers [2]           16 bits with one process and with two
     python -m benchmarks.scale pack                  INT4 packing on one core
@@ -30,17 +30,25 @@ from pipeline.progress import format_amount
 FLAT = 0.10  # of peak memory, between sizes
 PACK_BAR = 0.6  # GB/s of 16-bit source on one core
 WORKER = """
-import re, sys, time
+import sys, time
 from pathlib import Path
+from benchmarks.peak import read_peak
 from pipeline.checkpoint.convert import convert_checkpoint
 from pipeline.checkpoint.folder import CheckpointFolder
 from pipeline.quantization.quantize import quantize_checkpoint
 from pipeline.config.settings import Quantize
+from pipeline.evaluation.comparison import Plan, compare_subjects
+from pipeline.evaluation.subject import open_subject
+from pipeline.progress import SILENT
 from pipeline.workspace import FolderWorkspace
 
 import torch  # imported before the clock starts: a run of several stages pays for it once
 begin = time.perf_counter()
 for source, target in zip(sys.argv[2::2], sys.argv[3::2]):
+    if sys.argv[1] == "compare":
+        plan = Plan(files=[Path("checkpoints/text/heldout.txt")], tokens=512, window=256)
+        compare_subjects([open_subject(Path(source)), open_subject(Path(target))], plan, SILENT)
+        continue
     folder, workspace = CheckpointFolder.open(Path(source)), FolderWorkspace(Path(target))
     if sys.argv[1] != "rtn":
         dtype = "float16" if sys.argv[1] == "convert" else None
@@ -48,8 +56,7 @@ for source, target in zip(sys.argv[2::2], sys.argv[3::2]):
     else:
         quantize_checkpoint(folder, workspace, settings=Quantize(method="rtn"))
 seconds = time.perf_counter() - begin
-peak = re.search(r"VmHWM:\\s+(\\d+)", Path("/proc/self/status").read_text())[1]
-print(seconds, time.process_time(), int(peak) * 1024)
+print(seconds, time.process_time(), read_peak())
 """
 
 
@@ -63,7 +70,7 @@ class Run:
 
 
 def start(work: str, *folders: Path) -> subprocess.Popen[str]:
-    """A process that converts or rounds each source of (source, target, source, target…)."""
+    """A process that converts or rounds each source of (source, target, source, target…), or compares the two."""
     command = [sys.executable, "-c", WORKER, work, *map(str, folders)]
     return subprocess.Popen(command, stdout=subprocess.PIPE, text=True)
 
@@ -77,13 +84,19 @@ def finish(process: subprocess.Popen[str]) -> Run:
 
 
 def measure_memory(sizes: Sequence[str]) -> bool:
-    """Convert to float16 and round to INT4, by size: peak memory must not follow it."""
-    peaks: dict[str, list[int]] = {"convert": [], "rtn": []}
+    """Convert to float16, round to INT4, and compare the two on 512 tokens, by size: peak memory must not follow it."""
+    peaks: dict[str, list[int]] = {"convert": [], "rtn": [], "compare": []}
     for gigabytes in map(float, sizes or ("2", "8")):
         source, converted, rounded = (FOLDER / name for name in ("source", "converted", "rounded"))
         nbytes = synthetic.random_moe(source, gigabytes)
-        for work, before, after in (("convert", source, converted), ("rtn", converted, rounded)):
-            shutil.rmtree(after, ignore_errors=True)
+        shutil.copyfile("checkpoints/deepseek-v2-tiny/tokenizer.json", source / "tokenizer.json")
+        for folder in (converted, rounded):
+            shutil.rmtree(folder, ignore_errors=True)
+        for work, before, after in (
+            ("convert", source, converted),
+            ("rtn", converted, rounded),
+            ("compare", converted, rounded),
+        ):
             run = finish(start(work, before, after))
             peaks[work].append(run.peak)
             print(f"{work:8} {format_amount(nbytes, 'B'):>8} of bfloat16: {run.seconds:6.1f} s, "

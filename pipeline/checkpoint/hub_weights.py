@@ -14,7 +14,7 @@ from pipeline.checkpoint.architecture import Architecture
 from pipeline.checkpoint.block_scales import read_weight
 from pipeline.checkpoint.layer_state import LayerState
 from pipeline.checkpoint.layouts import Mapping, layout_for
-from pipeline.checkpoint.layouts.scales import CHANNEL_SCALES, PRESCALE, WEIGHT_SCALES, find_format
+from pipeline.checkpoint.layouts.scales import CHANNEL_SCALES, PRESCALE, WEIGHT_SCALES, ZEROS, find_format
 from pipeline.checkpoint.tensors import TensorInfo, TensorSource
 from pipeline.errors import CheckpointError
 
@@ -64,6 +64,12 @@ def _dequantize_int4(source: TensorSource, base: str) -> torch.Tensor:
     return _prescaled(source, base, dequantize(packed, scales))
 
 
+def _dequantize_int4_zeros(source: TensorSource, base: str) -> torch.Tensor:
+    from pipeline.quantization.int4 import dequantize
+
+    return dequantize(*(source.read(f"{base}.{kind}").to_torch() for kind in ("weight", WEIGHT_SCALES, ZEROS)))
+
+
 def _dequantize_rows(source: TensorSource, base: str, scales: str) -> torch.Tensor:
     """8-bit numbers [out, in] with a scale for each row, or one for all."""
     return source.read(f"{base}.weight").to_torch().float() * source.read(f"{base}.{scales}").to_torch()[:, None]
@@ -78,6 +84,7 @@ def _prescaled(source: TensorSource, base: str, weight: torch.Tensor) -> torch.T
 _DEQUANTIZE: dict[str | None, Callable[[TensorSource, str], torch.Tensor]] = {
     "int4": _dequantize_int4,
     "int4_fp8": _dequantize_int4,
+    "int4_zeros": _dequantize_int4_zeros,
     "fp8": lambda source, base: _dequantize_rows(source, base, WEIGHT_SCALES),
     "fp8_rows": lambda source, base: _dequantize_rows(source, base, CHANNEL_SCALES),
     "int8": lambda source, base: _dequantize_rows(source, base, CHANNEL_SCALES),

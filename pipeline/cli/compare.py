@@ -43,6 +43,7 @@ def _parse_lengths(_: click.Context, __: click.Parameter, value: str) -> tuple[i
 )
 @click.option("--tasks", multiple=True, type=click.Path(path_type=Path), help="Also solve the tasks of a JSONL file.")
 @click.option("--prompts", default=0, type=click.IntRange(0, 64), help="Also continue the N worst prompts.")
+@click.option("--baseline/--no-baseline", default=True, show_default=True, help="Also round the first to nearest.")
 @click.option("--report", type=OutputFile(), metavar="FILE", help="Write the result as an HTML page too.")
 @json_option
 def command(
@@ -53,6 +54,7 @@ def command(
     lengths: tuple[int, ...],
     tasks: tuple[Path, ...],
     prompts: int,
+    baseline: bool,
     report: Path | None,
     as_json: bool,
 ) -> None:
@@ -60,7 +62,8 @@ def command(
 
     Each is a Hugging Face folder, an engine checkpoint (out/NAME/convert, out/NAME/quantize), or a run's folder, which
     stands for both. All run in lockstep over the same text, one decoder layer of each in memory: perplexity, KL
-    divergence, stability of the most likely tokens, per position and per layer.
+    divergence, stability of the most likely tokens, per position and per layer. Where the last was quantized by this
+    project, the first's weights rounded to nearest in its formats are the baseline.
     """
     from pipeline.evaluation.comparison import Plan, compare_subjects
     from pipeline.evaluation.numbers import spell_numbers
@@ -75,6 +78,7 @@ def command(
         lengths=lengths,
         tasks=tasks,
         continuations=prompts,
+        baseline=baseline,
     )
     document = spell_numbers(compare_subjects(subjects, plan, make_reporter()).to_json())
     if report is not None:
@@ -93,6 +97,11 @@ def _number(digits: str) -> Callable[[Any], str]:
     return lambda value: value if isinstance(value, str) else format(value, digits)
 
 
+def _share(value: Any) -> str:
+    """None where the baseline loses nothing."""
+    return "-" if value is None else _number(".2f")(value)
+
+
 # Figure -> how its column is headed and spelled.
 COLUMNS: Sequence[tuple[str, str, Callable[[Any], str]]] = (
     ("bytes", "weights", format_bytes),
@@ -102,17 +111,22 @@ COLUMNS: Sequence[tuple[str, str, Callable[[Any], str]]] = (
     ("max_kl", "max KL", _number(".3g")),
     ("top1_agreement", "top-1", _number(".2%")),
     ("top5_overlap", "top-5", _number(".2%")),
+    ("baseline_share", "loss of baseline's", _share),
 )
 
 
 def _print(document: Mapping[str, Any]) -> None:
-    rows = document["checkpoints"]
-    table = [["checkpoint", *(title for _, title, _ in COLUMNS)]]
-    table += [[row["label"], *(spell(row[key]) for key, _, spell in COLUMNS)] for row in rows]
+    rows, baseline = document["checkpoints"], document["baseline"]
+    columns = COLUMNS if baseline else COLUMNS[:-1]
+    table = [["checkpoint", *(title for _, title, _ in columns)]]
+    table += [[row["label"], *(spell(row[key]) for key, _, spell in columns)] for row in rows]
     if rows[0]["accuracy"]:
         solved = [f"{row['accuracy']['accuracy']:.1%}" for row in rows]
         table = [[*line, cell] for line, cell in zip(table, ["tasks", *solved], strict=True)]
     print_title(f"{rows[0]['tokens']} tokens against {rows[0]['label']}")
+    if baseline:
+        cells = ["" if key == "bytes" else spell(baseline[key]) for key, _, spell in columns]
+        table.append([baseline["label"], *cells, *[""] * (len(table[0]) - len(cells) - 1)])
     print_table(table)
     others = rows[1:]
     _print_by(

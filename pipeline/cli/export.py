@@ -27,15 +27,15 @@ RUN, STAGES = "run.json", ("quantize", "convert")
 )
 @click.option(
     "--asymmetric",
-    type=click.IntRange(1),
-    metavar="GROUP",
-    help="AWQ of a converted checkpoint: round it to INT4 with zero points, in groups of so many inputs.",
+    metavar="CONFIG",
+    help="AWQ of a converted checkpoint: quantize it with zero points, as stages.quantize of a config says.",
 )
-def command(checkpoint: Path, format: str, output: Path, others: str, asymmetric: int | None) -> None:
+def command(checkpoint: Path, format: str, output: Path, others: str, asymmetric: str | None) -> None:
     """Write CHECKPOINT as a folder that others load.
 
     CHECKPOINT is an engine checkpoint (out/NAME/convert, out/NAME/quantize) or a run's folder, which stands for its
     last. Numbers are never rounded again: what the format cannot hold exactly is refused, or written in 16 bits.
+    With --asymmetric they are found anew, by AWQ or rtn: no engine has zero points.
 
     \b
     hf                  Hugging Face, 16 bits; a converted checkpoint comes back bit for bit, FP8 blocks as DeepSeek's
@@ -45,16 +45,18 @@ def command(checkpoint: Path, format: str, output: Path, others: str, asymmetric
     gguf                llama.cpp
     """
     from pipeline.checkpoint.folder import CheckpointFolder
+    from pipeline.config.load import load_config
     from pipeline.exports.formats import export_checkpoint
     from pipeline.progress import make_reporter
     from pipeline.stages.disk import explain_disk_errors
 
+    settings = load_config(asymmetric).stages.quantize if asymmetric is not None else None
     reporter = make_reporter()
     reporter.begin("export")
     engine = CheckpointFolder.open(_locate(checkpoint))
     try:
         with explain_disk_errors(output, only_under=output.parent):
-            report = export_checkpoint(engine, output, format, others=others, asymmetric=asymmetric, progress=reporter)
+            report = export_checkpoint(engine, output, format, others=others, asymmetric=settings, progress=reporter)
     except StoreError as error:
         hint = "nothing was left there: name another --output, or mend this one, and export again"
         raise StoreError(error.message, hint=hint) from error

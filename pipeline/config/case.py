@@ -10,7 +10,8 @@ from typing import TYPE_CHECKING
 
 from pipeline.checkpoint.foreign.holding import Held, Holding
 from pipeline.checkpoint.foreign.marks import MARKS
-from pipeline.quantization.selection import HEAD_NAME, METHODS, NEVER, NONE, Decision, find_pattern, fit
+from pipeline.quantization.patterns import find_pattern
+from pipeline.quantization.selection import HEAD_NAME, METHODS, NEVER, NONE, Decision, fit
 
 if TYPE_CHECKING:
     from pipeline.checkpoint.architecture import Architecture

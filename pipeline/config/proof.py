@@ -115,6 +115,11 @@ class Verify(Section):
         '{"prompt": …, "answer": "…"} for exact match. Empty: not measured.',
     )
     continuations: Continuations = Field(default=Continuations(), description="Worst prompts in the report.")
+    baseline: bool = Field(
+        default=True,
+        description="Also measure rounding to nearest in the same formats on the held-out text, for half as much time "
+        "again: the report then says what the method's loss is of it.",
+    )
     gates: Gates = Field(default=Gates(), description="Bounds that stop the pipeline.")
 
     @model_validator(mode="after")

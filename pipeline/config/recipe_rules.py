@@ -7,8 +7,9 @@ from typing import TYPE_CHECKING
 from pipeline.config.case import Case
 from pipeline.config.format_rules import FP8_FORMATS
 from pipeline.config.rules import Rule
+from pipeline.quantization.patterns import find_pattern
 from pipeline.quantization.rules import HEAD_HINT, find_unfit_head
-from pipeline.quantization.selection import HEAD_NAME, NONE, find_pattern
+from pipeline.quantization.selection import HEAD_NAME, NONE
 
 if TYPE_CHECKING:
     from pipeline.config.schema import Config

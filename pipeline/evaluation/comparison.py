@@ -5,12 +5,14 @@ Text quality with its worst prompts, drift over long contexts, and tasks; each o
 
 from __future__ import annotations
 
+import math
 from collections.abc import Sequence
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any
 
 from pipeline.errors import CompatibilityError
 from pipeline.evaluation.accuracy import Accuracy, measure_accuracy
+from pipeline.evaluation.baseline import make_baseline
 from pipeline.evaluation.continuations import continue_worst
 from pipeline.evaluation.drift import measure_drift
 from pipeline.evaluation.measurement import Measure, measure
@@ -31,7 +33,8 @@ DRIFT_CHUNK = 512  # tokens of a long context prefilled at a time
 class Plan:
     """What to measure. `files`: held-out text; `tokens` of it in windows of `window`. `lengths`: contexts whose drift
     is measured, on `texts` texts; none: not measured. `tasks`: JSONL files. `continuations`: prompts of
-    `new_tokens` each. `settings` are what messages call these."""
+    `new_tokens` each. `baseline`: whether the held-out text also goes through the last checkpoint's formats rounded to
+    nearest. `settings` are what messages call these."""
 
     files: Sequence[Path]
     tokens: int
@@ -41,28 +44,41 @@ class Plan:
     tasks: Sequence[Path] = ()
     continuations: int = 0
     new_tokens: int = 32
+    baseline: bool = True
     settings: dict[str, str] = field(default_factory=lambda: {"files": "--text", "tasks": "--tasks"})
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Comparison:
-    """Per checkpoint, the original first; empty where not asked for. `samples`: worst prompts of the last one."""
+    """Per checkpoint, the original first; empty where not asked for. `samples`: worst prompts of the last one.
+    `baseline`: the text quality of rounding to nearest, None where that is no other checkpoint."""
 
     sizes: list[int]
     quality: list[Measure]
     drift: list[list[dict[str, Any]]]
     accuracy: list[Accuracy]
     samples: list[dict[str, Any]]
+    baseline: Measure | None = None
 
     def to_json(self) -> dict[str, Any]:
+        """`baseline_share` of a row: its loss in nats per token over the original, as a share of the baseline's."""
         rows = []
         for i, each in enumerate(self.quality):
-            row = {**each.to_json(), "bytes": self.sizes[i]}
-            row["perplexity_ratio"] = each.tally.perplexity / self.quality[0].tally.perplexity
+            row = {**self._describe(each), "bytes": self.sizes[i]}
             row["context"] = self.drift[i] if self.drift else []
             row["accuracy"] = self.accuracy[i].to_json() if self.accuracy else None
             rows.append(row)
-        return {"checkpoints": rows, "samples": self.samples}
+        baseline = self._describe(self.baseline) if self.baseline else None
+        return {"checkpoints": rows, "baseline": baseline, "samples": self.samples}
+
+    def _describe(self, measure: Measure) -> dict[str, Any]:
+        ratio, share = self._ratio(measure), None
+        if self.baseline is not None and (whole := math.log(self._ratio(self.baseline))) > 0:
+            share = math.log(ratio) / whole
+        return {**measure.to_json(), "perplexity_ratio": ratio, "baseline_share": share}
+
+    def _ratio(self, measure: Measure) -> float:
+        return measure.tally.perplexity / self.quality[0].tally.perplexity
 
 
 def compare_subjects(
@@ -76,7 +92,10 @@ def compare_subjects(
     origin = ", ".join(map(str, plan.files))
     _check_lengths(subjects[0], plan.lengths)
     windows = cut_windows(tokens, total=plan.tokens, window=plan.window, origin=origin, first=subjects[0].begin)
-    quality = measure(subjects, windows, progress, folder=folder)
+    baseline = make_baseline(subjects[0], subjects[-1]) if plan.baseline else None
+    measured = [*subjects, baseline] if baseline else list(subjects)
+    found = measure(measured, windows, progress, folder=folder)
+    quality = found[: len(subjects)]
     peaks = quality[-1].find_peaks(plan.continuations)
     samples = continue_worst(subjects, windows, peaks, plan.new_tokens, progress)
     drift: list[list[dict[str, Any]]] = []
@@ -93,7 +112,14 @@ def compare_subjects(
         )
     accuracy = measure_accuracy(subjects, items, progress, folder=folder) if items else []
     sizes = [subject.nbytes for subject in subjects]
-    return Comparison(sizes=sizes, quality=quality, drift=drift, accuracy=accuracy, samples=samples)
+    return Comparison(
+        sizes=sizes,
+        quality=quality,
+        drift=drift,
+        accuracy=accuracy,
+        samples=samples,
+        baseline=found[-1] if baseline else None,
+    )
 
 
 def _check_lengths(subject: Subject, lengths: Sequence[int]) -> None:

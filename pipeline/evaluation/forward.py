@@ -77,10 +77,11 @@ def run_network(
     segments: Sequence[tuple[int, int]],
     folder: Path | None = None,
     widen: Callable[[Program], Program] | None = None,
+    resident_bytes: int = RESIDENT_BYTES,
 ) -> Iterator[Event]:
     """Yields, segment by segment and step by step, every layer's output and at last the logits. Between two segments,
     many tokens' hidden states wait in a file in `folder` (None: where temporary files go). `widen`: of
-    network/widening.py, what leaves roundings out."""
+    network/widening.py, what leaves roundings out. `resident_bytes`: of weights prepared once for all steps."""
     import torch
 
     from pipeline.interpreter.interpreter import Interpreter
@@ -90,7 +91,7 @@ def run_network(
         for first, last in segments:
             program = read_program(source, architecture, spec, (first, last))
             program = widen(program) if widen else program
-            interpreter = Interpreter(program, mode=mode, resident_bytes=RESIDENT_BYTES)
+            interpreter = Interpreter(program, mode=mode, resident_bytes=resident_bytes)
             slice_spec = replace(spec, layers=(first, last))
             cached = {pool.name for pool in inputs.pools(architecture, slice_spec)}
             pools = {

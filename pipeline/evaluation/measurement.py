@@ -14,7 +14,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any
 
-from pipeline.evaluation.forward import Event, run_network
+from pipeline.evaluation.forward import RESIDENT_BYTES, Event, run_network
 from pipeline.evaluation.lens import Lens
 from pipeline.evaluation.network_proof import find_worst
 from pipeline.evaluation.schedule import Schedule, TokenSequence, schedule_windows
@@ -32,6 +32,8 @@ if TYPE_CHECKING:
 MAX_LOGITS = 1 << 25  # elements of one step's logits: 128 MB in fp32, for each of the few copies alive at once
 MAX_SCORES = 1 << 26  # elements of one step's attention scores
 MAX_BATCH, MAX_CHUNK = 8, 1024
+# Prepared weights of all checkpoints together, so that a third one beside two makes a large model slower, not larger.
+LOCKSTEP_BYTES = 2 * RESIDENT_BYTES
 LENS_ROWS = 16  # positions of each step that the lens looks at
 BLOCK_SIZE = 64
 
@@ -176,6 +178,7 @@ def run_lockstep(
             mode="exact",
             segments=segments,
             folder=folder,
+            resident_bytes=min(RESIDENT_BYTES, LOCKSTEP_BYTES // len(subjects)),
         )
         for subject in subjects
     ]

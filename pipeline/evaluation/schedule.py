@@ -18,6 +18,8 @@ from pipeline.runtime.steps import Chunk, plan_step
 if TYPE_CHECKING:
     import torch
 
+    from pipeline.checkpoint.architecture import Architecture
+
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class TokenSequence:
@@ -82,6 +84,23 @@ class Schedule:
     sequences: tuple[TokenSequence, ...]
     steps: tuple[Step, ...]
     num_blocks: int
+
+
+def make_sequences(
+    prompts: Sequence[Sequence[int]], *, decode_tokens: int, architecture: Architecture, max_seq_len: int
+) -> list[TokenSequence]:
+    """Each prompt followed by `decode_tokens` forced tokens (its own, over again), cut to what the engine can hold. The
+    first one is also taken past the original context, where RoPE scaling states one that max_seq_len exceeds."""
+    sequences = []
+    for prompt in prompts:
+        kept = tuple(prompt)[: max_seq_len - decode_tokens]
+        forced = tuple(kept[i % len(kept)] for i in range(decode_tokens))
+        sequences.append(TokenSequence(tokens=kept + forced, prefill=len(kept)))
+    original = int(architecture.rope.get("original_max_position_embeddings", 0))
+    first = sequences[0]
+    if original and original + len(first.tokens) <= max_seq_len:
+        sequences.append(TokenSequence(tokens=first.tokens, prefill=first.prefill, offset=original))
+    return sequences
 
 
 def schedule_prompts(

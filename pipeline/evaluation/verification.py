@@ -17,9 +17,10 @@ from pipeline.evaluation.conversion_proof import ConversionProof, prove_conversi
 from pipeline.evaluation.forward import digest_network
 from pipeline.evaluation.gates import Gate
 from pipeline.evaluation.judgement import judge_proofs, judge_quality
-from pipeline.evaluation.network_proof import NetworkProof, make_sequences, prove_network
+from pipeline.evaluation.network_proof import NetworkProof, prove_network
 from pipeline.evaluation.numbers import spell_numbers
 from pipeline.evaluation.parallel_proof import RankNetworks
+from pipeline.evaluation.schedule import make_sequences
 from pipeline.evaluation.subject import describe_subject
 from pipeline.sharding import Parallel
 
@@ -85,6 +86,11 @@ class Verification:
                 f"{quantized.tally.perplexity:.3f}, original's top token in the best five at "
                 f"{quantized.tally.mean('top1_in_top5'):.2%}"
             )
+            if baseline := self.quality.baseline:
+                lines.append(
+                    f"{baseline.label}: perplexity {baseline.tally.perplexity:.3f}, mean KL "
+                    f"{baseline.tally.mean('kl'):.3g}; the quantized checkpoint's: {quantized.tally.mean('kl'):.3g}"
+                )
         lines += ["", "layer  network vs transformers (max abs)  quantized vs original (relative RMS)"]
         for layer, error in enumerate(proof.layer_errors):
             cost = f"{errors[layer]:.4f}" if errors else "-"
@@ -156,5 +162,6 @@ def _plan(settings: Verify, spec: NetworkSpec) -> Plan:
         tasks=settings.tasks,
         continuations=settings.continuations.prompts,
         new_tokens=settings.continuations.tokens,
+        baseline=settings.baseline,
         settings=SETTINGS,
     )

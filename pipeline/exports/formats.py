@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 from collections import Counter
 from collections.abc import Callable, Mapping, Sequence
+from contextlib import nullcontext
 from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -12,12 +13,13 @@ from typing import TYPE_CHECKING, Any
 from pipeline.errors import CheckpointError, CompatibilityError, ConfigError
 from pipeline.exports import awq, compressed_tensors, hf, modelopt
 from pipeline.exports.folder import new_folder, write_folder
-from pipeline.exports.linear import find_linear
 from pipeline.exports.plan import REFUSE, WIDEN, Encoding, Plan, plan_export
+from pipeline.exports.zero_points import choose_zero_points, quantize_draft
 from pipeline.progress import SILENT
 
 if TYPE_CHECKING:
     from pipeline.checkpoint.folder import CheckpointFolder
+    from pipeline.config.settings import Quantize
     from pipeline.progress import Progress
 
 REPORT = "export.json"
@@ -71,10 +73,8 @@ class ExportReport:
         notes = [
             f"{count} linears in 16 bits: {reason}" for reason, count in Counter(self.widened.values()).most_common()
         ]
-        if awq.ROUNDED in self.quantized:
-            notes.append(
-                f"{self.quantized[awq.ROUNDED]} linears rounded to INT4 with zero points, which was not proved"
-            )
+        if count := self.quantized.get("int4_zeros"):
+            notes.append(f"{count} linears quantized anew, with zero points, which no engine has; nothing was proved")
         if self.left_out:
             notes.append(f"{len(self.left_out)} tensors left out, {self.left_out[0]} among them")
         return [*notes, *self.remarks]
@@ -86,16 +86,17 @@ def export_checkpoint(
     format: str = "hf",
     *,
     others: str = REFUSE,
-    asymmetric: int | None = None,
+    asymmetric: Quantize | None = None,
     progress: Progress = SILENT,
 ) -> ExportReport:
     """Writes an engine checkpoint into the new folder `output`, which appears whole or not at all.
 
     `others`: what to do with linears that the format cannot hold exactly, "refuse" or "16bit". `asymmetric`: AWQ only,
-    of an unquantized checkpoint: round it to INT4 with zero points, in groups of so many inputs. Raises
-    CheckpointError, CompatibilityError, naming the linear, and ConfigError for what goes with no such format.
+    of an unquantized checkpoint: quantize it so, with zero points. Raises CheckpointError, CompatibilityError, naming
+    the linear, ConfigError for what goes with no such format, and what quantizing raises.
     """
-    _check(engine, format, others, asymmetric)
+    _check(format, others, asymmetric)
+    zeros = choose_zero_points(asymmetric) if asymmetric is not None else None
     if output.resolve().is_relative_to(engine.path.resolve()):
         raise CheckpointError(f"{output} is within {engine.path}, which is exported", hint="name a folder beside it")
     if format == GGUF:
@@ -105,12 +106,12 @@ def export_checkpoint(
             plan, remarks = write_gguf(engine, folder, others=others, progress=progress)
             return _report(plan, format, folder, remarks)
     row = FOLDERS[format]
-    find = find_linear if asymmetric is None else awq.find_rounded(asymmetric)
     others = WIDEN if row.widens else others
-    with new_folder(output) as folder:
-        plan = plan_export(
-            engine, row.encodings(engine), others=others, format=format, find=find, name_caches=row.name_caches
-        )
+    with (
+        new_folder(output) as folder,
+        quantize_draft(engine, folder, zeros, progress) if zeros else nullcontext(engine) as stored,
+    ):
+        plan = plan_export(stored, row.encodings(stored), others=others, format=format, name_caches=row.name_caches)
         if not plan.kept and not row.widens:
             raise CompatibilityError(
                 f"{engine.path} has no linear that {format} could hold",
@@ -120,7 +121,7 @@ def export_checkpoint(
         return _report(plan, format, folder)
 
 
-def _check(engine: CheckpointFolder, format: str, others: str, asymmetric: int | None) -> None:
+def _check(format: str, others: str, asymmetric: Quantize | None) -> None:
     if format not in NAMES:
         raise ConfigError(f"{format!r} is no export format", hint=f"formats: {', '.join(NAMES)}")
     if others not in (REFUSE, WIDEN):

@@ -17,6 +17,7 @@ from pipeline.checkpoint.layouts.scales import (
     PRESCALE,
     WEIGHT_SCALES,
     WEIGHT_SCALES_2,
+    ZEROS,
     count_blocks,
     find_format,
 )
@@ -34,14 +35,15 @@ if TYPE_CHECKING:
 SCALES: AbstractMapping[str, str] = {
     "int4": WEIGHT_SCALES,
     "int4_fp8": WEIGHT_SCALES,
+    "int4_zeros": WEIGHT_SCALES,
     "fp8": WEIGHT_SCALES,
     "fp8_rows": CHANNEL_SCALES,
     "fp8_blocks": BLOCK_SCALES,
     "int8": CHANNEL_SCALES,
     "int8_sq": WEIGHT_SCALES,
 }
-PACKED = ("int4", "int4_fp8")  # two numbers in a byte, a scale per group
-KINDS = ("weight", *dict.fromkeys(SCALES.values()), WEIGHT_SCALES_2, ACTIVATION_SCALES, PRESCALE)
+PACKED = ("int4", "int4_fp8", "int4_zeros")  # two numbers in a byte, a scale per group
+KINDS = ("weight", *dict.fromkeys(SCALES.values()), WEIGHT_SCALES_2, ZEROS, ACTIVATION_SCALES, PRESCALE)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -56,7 +58,7 @@ class Part:
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Numbers:
     """`q` [O, I], int8 or float8_e4m3fn; `scales` float32, [O, I/g] of INT4, [O] of INT8, [1] of FP8, by blocks of FP8
-    blocks; `zeros` uint8 [O, I/g] where q has a zero point; `second` float32 [1], what INT4's scales are divided by
+    blocks; `zeros` int8 [O, I/g] where q has a zero point; `second` float32 [1], what INT4's scales are divided by
     where its input is FP8; `inputs` float32 [1], the static scale of its input; `prescale` [I], what its input is
     multiplied by."""
 
@@ -127,10 +129,14 @@ class QuantizedLinear:
         from pipeline.quantization.int4 import unpack
 
         stored = self.source.read(f"{self.base}.weight").to_torch()
-        second, inputs, prescale = map(self._read_optional, (WEIGHT_SCALES_2, ACTIVATION_SCALES, PRESCALE))
-        q = unpack(stored) if self.format in PACKED else stored
         return Numbers(
-            format=self.format, q=q, scales=self.read_scales(), second=second, inputs=inputs, prescale=prescale
+            format=self.format,
+            q=unpack(stored) if self.format in PACKED else stored,
+            scales=self.read_scales(),
+            zeros=self._read_optional(ZEROS),
+            second=self._read_optional(WEIGHT_SCALES_2),
+            inputs=self._read_optional(ACTIVATION_SCALES),
+            prescale=self._read_optional(PRESCALE),
         )
 
     def check(self) -> None:
@@ -144,6 +150,7 @@ class QuantizedLinear:
             SCALES[self.format]: {"fp8": (1,), "fp8_blocks": count_blocks((rows, columns))}.get(
                 self.format, in_groups if is_packed else (rows,)
             ),
+            ZEROS: in_groups,
             WEIGHT_SCALES_2: (1,),
             PRESCALE: (columns,),
             ACTIVATION_SCALES: (1,),

@@ -100,7 +100,6 @@ def plan_export(
     *,
     others: str,
     format: str,
-    find: Callable[[CheckpointFolder, TensorMapping], QuantizedLinear | None] = find_linear,
     name_caches: Callable[[int], Sequence[str]] | None = None,
 ) -> Plan:
     """`others`: REFUSE or WIDEN. `name_caches`: what the format calls the scale of a layer's FP8 cache, if anything.
@@ -123,7 +122,7 @@ def plan_export(
                 f"the engine checkpoint lacks {mapping.target}",
                 hint="convert again; the folder is damaged or incomplete",
             )
-        linear = find(engine, mapping)
+        linear = find_linear(engine, mapping)
         entry = _plan_plain(plan, mapping) if linear is None else _plan_linear(plan, linear, encodings, others, format)
         plan.entries.append(entry)
         unread.difference_update(entry.sources)

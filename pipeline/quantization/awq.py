@@ -8,6 +8,8 @@ sqrt(max·min) = 1, with alpha from a grid that holds 0 (round to nearest), judg
 alpha is one number for all outputs, so a sample of them finds it; whether it pays is asked of all of them. SmolLM2-135M
 lost 0.143 nats per token so, and 0.145 where all outputs were tried.
 
+Searches and choice are the same on either grid, see `int4_grids`.
+
 Clipping (optional): each group's range is searched, see `clipping`; kept for a linear only where its whole output error
 did not grow. What scaling wins, clipping may win as well, so a scale has to pay beside it.
 
@@ -127,7 +129,7 @@ def output_error(
 ) -> float:
     """|rows·Wᵀ - (rows/s)·Q(W·s)ᵀ|² for W [O, I], all of a linear's outputs or some, s [I] and its rows [R, I]."""
     scaled = weight if scale is None else weight * scale
-    rounded = round_trip(scaled, linear.group_size, scale_dtype=problem.scale_dtype, limits=limits)
+    rounded = round_trip(scaled, linear.group_size, scale_dtype=problem.scale_dtype, limits=limits, grid=problem.grid)
     rounded = rounded if scale is None else rounded.div_(scale)
     return _squared(problem.inputs[linear.name].rows @ rounded.sub_(weight).T)
 
@@ -137,7 +139,7 @@ def _limits(weight: Tensor, scale: Tensor | None, problem: Problem, linear: Line
     rows, group = problem.inputs[linear.name].rows, linear.group_size
     rows, weight = (rows, weight) if scale is None else (rows / scale, weight * scale)
     grouped = rows.view(rows.shape[0], -1, group).transpose(0, 1)
-    return search_limits(weight, grouped.transpose(1, 2) @ grouped, group, problem.scale_dtype)
+    return search_limits(weight, grouped.transpose(1, 2) @ grouped, group, problem.scale_dtype, problem.grid)
 
 
 def _scale(problem: Problem, alpha: float) -> Tensor | None:

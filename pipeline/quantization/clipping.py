@@ -17,7 +17,8 @@ from typing import TYPE_CHECKING
 
 import torch
 
-from pipeline.quantization.int4 import HIGHEST, LOWEST, TILE_ELEMENTS, scales_of
+from pipeline.quantization.int4 import TILE_ELEMENTS
+from pipeline.quantization.int4_grids import Grid, place, restore, symmetric
 
 if TYPE_CHECKING:
     from torch import Tensor
@@ -27,25 +28,28 @@ STEP = 0.05
 SHRINKS = tuple(1 - i * STEP for i in range(13))
 
 
-def search_limits(weight: Tensor, moments: Tensor, group: int, scale_dtype: torch.dtype) -> Tensor:
+def search_limits(
+    weight: Tensor, moments: Tensor, group: int, scale_dtype: torch.dtype, grid: Grid = symmetric
+) -> Tensor:
     """The best limits [O, I/g] for a weight [O, I], in float32.
 
     `moments`: of each group's inputs, [I/g, g, g], or their diagonal alone, [I/g, g]. Works through rows of weights
     that stay in a core's cache, and needs no more memory than a few times theirs.
     """
     rows = max(1, TILE_ELEMENTS // weight.shape[1])
-    return torch.cat([_search(part, moments, group, scale_dtype) for part in torch.split(weight, rows)])
+    return torch.cat([_search(part, moments, group, scale_dtype, grid) for part in torch.split(weight, rows)])
 
 
-def _search(weight: Tensor, moments: Tensor, group: int, scale_dtype: torch.dtype) -> Tensor:
+def _search(weight: Tensor, moments: Tensor, group: int, scale_dtype: torch.dtype, grid: Grid) -> Tensor:
     grouped = weight.view(weight.shape[0], -1, group).transpose(0, 1).contiguous()  # [I/g, O, g]
-    amax = grouped.abs().amax(2)
+    low, high = grouped.amin(2), grouped.amax(2)
+    amax = torch.maximum(low.neg(), high)
     e, product = torch.empty_like(grouped), torch.empty_like(grouped)
 
     def error(limits: Tensor) -> Tensor:
-        scales = scales_of(limits, scale_dtype)[:, :, None]
-        torch.div(grouped, scales, out=e)
-        e.round_().clamp_(LOWEST, HIGHEST).mul_(scales).sub_(grouped)
+        scales, zeros = grid(low, high, limits, scale_dtype)
+        wide = scales[:, :, None], None if zeros is None else zeros[:, :, None]
+        restore(place(grouped, *wide, out=e), *wide, out=e).sub_(grouped)
         if moments.ndim == 2:
             return (e.square_() @ moments[:, :, None]).squeeze(2)
         return torch.bmm(e, moments, out=product).mul_(e).sum(2)

@@ -16,6 +16,7 @@ from pipeline.checkpoint.layouts.scales import (
     INT8,
     WEIGHT_SCALES,
     WEIGHT_SCALES_2,
+    ZEROS,
     count_blocks,
 )
 from pipeline.checkpoint.tensors import RawTensor, TensorInfo
@@ -57,6 +58,24 @@ def _pack_int4(linear: Linear, weight: int4.Rows, treatment: Treatment, scale_dt
             name=f"{linear.name}.weight",
         )
     return [RawTensor.from_torch(packed), RawTensor.from_torch(scales)]
+
+
+def _describe_int4_zeros(linear: Linear) -> list[TensorInfo]:
+    weight, scales = _describe_int4(linear)
+    return [weight, scales, TensorInfo(f"{linear.name}.{ZEROS}", "I8", scales.shape)]
+
+
+def _pack_int4_zeros(
+    linear: Linear, weight: int4.Rows, treatment: Treatment, scale_dtype: torch.dtype
+) -> list[RawTensor]:
+    tensors = int4.quantize_with_zeros(
+        weight,
+        linear.group_size,
+        scale_dtype=scale_dtype,
+        limits=treatment.limits,
+        name=f"{linear.name}.weight",
+    )
+    return [RawTensor.from_torch(tensor) for tensor in tensors]
 
 
 def _describe_int4_fp8(linear: Linear) -> list[TensorInfo]:
@@ -147,4 +166,5 @@ FORMATS: dict[str, Format] = {
     "fp8_blocks": Format(describe=_describe_fp8_blocks, pack=_pack_fp8_blocks),
     "int8": Format(describe=_describe_int8, pack=_pack_int8),
     "int8_sq": Format(describe=_describe_int8_sq, pack=_pack_int8_sq),
+    "int4_zeros": Format(describe=_describe_int4_zeros, pack=_pack_int4_zeros),
 }

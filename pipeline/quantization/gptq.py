@@ -23,7 +23,8 @@ import torch
 
 from pipeline.quantization import awq
 from pipeline.quantization.clipping import search_limits
-from pipeline.quantization.int4 import HIGHEST, LOWEST, find_scales, round_trip
+from pipeline.quantization.int4 import find_scales, round_trip
+from pipeline.quantization.int4_grids import HIGHEST, LOWEST
 from pipeline.quantization.problem import Choice, Loss, Problem, Treatment
 
 if TYPE_CHECKING:

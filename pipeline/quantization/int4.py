@@ -1,8 +1,9 @@
-"""Group-wise symmetric INT4: rounding to it, and the packed layout of TensorRT-LLM's W4A16_AWQ checkpoints.
+"""Group-wise INT4: rounding to it, and the packed layout of TensorRT-LLM's W4A16_AWQ checkpoints.
 
-Shapes: O rows (output features), I columns (input features), g columns per group. A group shares one scale s:
-w ≈ q·s with q in [-8, 7]. Two rows share a byte: byte (r, c) holds row 2r in its low nibble, row 2r + 1 in its high
-one, both two's complement (modelopt's `pack_int4_in_uint8`, read by TensorRT-LLM 1.2 as int8).
+Shapes: O rows (output features), I columns (input features), g columns per group. A group shares one scale s, and on
+the asymmetric grid a zero point z: w ≈ (q - z)·s with q in [-8, 7], see `int4_grids`. Two rows share a byte: byte
+(r, c) holds row 2r in its low nibble, row 2r + 1 in its high one, both two's complement (modelopt's
+`pack_int4_in_uint8`, read by TensorRT-LLM 1.2 as int8).
 """
 
 from __future__ import annotations
@@ -12,11 +13,11 @@ from typing import TYPE_CHECKING, Protocol
 import torch
 
 from pipeline.errors import QuantizationError
+from pipeline.quantization.int4_grids import Grid, asymmetric, place, restore, symmetric
 
 if TYPE_CHECKING:
     from torch import Tensor
 
-LOWEST, HIGHEST = -8, 7
 TILE_ELEMENTS = 1 << 18  # 1 MiB of float32: large enough to hide torch's cost per call, small enough for a core's L2
 
 
@@ -53,33 +54,43 @@ def quantize_packed(
 ) -> tuple[Tensor, Tensor]:
     """Rounds `weight` [O, I] to w ≈ q·s, tile by tile: (q packed, int8 [O/2, I]; s, float32 [O, I/g]).
 
-    s = amax/7 of the group (1 where that is zero), rounded to `scale_dtype` (the weight's own type unless given)
-    *before* the weights are divided by it, so that an engine that holds scales in that type loses nothing more.
-    `limits` [O, I/g] replaces the groups' amax: larger weights are clipped (AWQ, arXiv 2306.00978, its code's
-    `auto_clip`). Raises QuantizationError for NaN or infinite weights, naming `name`, and for shapes that do not pack.
+    Scales are rounded to `scale_dtype` (the weight's own type unless given). `limits` [O, I/g] replaces the groups'
+    amax: larger weights are clipped (AWQ, arXiv 2306.00978, its code's `auto_clip`). Raises QuantizationError for NaN
+    or infinite weights, naming `name`, and for shapes that do not pack.
     """
-    rows, columns = weight.shape
-    _check_pairs(rows, name)
-    packed = torch.empty(rows // 2, columns, dtype=torch.int8)
-    scales = torch.empty(rows, _groups(columns, group, name), dtype=torch.float32)
-    rounder = _Rounder(weight, group, scale_dtype, limits, name)
-    for start, stop in rounder.tiles():
-        scales[start:stop] = rounder.scale(start, stop)
-        pack(rounder.round(start, stop, scales[start:stop, :, None]), out=packed[start // 2 : stop // 2])
+    packed, scales, _ = _quantize(_Rounder(weight, group, scale_dtype, limits, name, symmetric))
     return packed, scales
 
 
+def quantize_with_zeros(
+    weight: Rows,
+    group: int,
+    *,
+    scale_dtype: torch.dtype | None = None,
+    limits: Tensor | None = None,
+    name: str = "weight",
+) -> tuple[Tensor, Tensor, Tensor]:
+    """The same to w ≈ (q - z)·s, with z int8 [O, I/g] in [-8, 7] as third."""
+    packed, scales, zeros = _quantize(_Rounder(weight, group, scale_dtype, limits, name, asymmetric))
+    return packed, scales, zeros.to(torch.int8)
+
+
 def round_trip(
-    weight: Tensor, group: int, *, scale_dtype: torch.dtype | None = None, limits: Tensor | None = None
+    weight: Tensor,
+    group: int,
+    *,
+    scale_dtype: torch.dtype | None = None,
+    limits: Tensor | None = None,
+    grid: Grid = symmetric,
 ) -> Tensor:
-    """What `quantize` and back makes of `weight` [O, I]: float32 [O, I]. For searches, which do this many times."""
+    """What rounding `weight` [O, I] and back makes of it: float32 [O, I]. For searches, which do this many times."""
     rows, columns = weight.shape
     result = torch.empty(rows, columns, dtype=torch.float32)
-    rounder = _Rounder(weight, group, scale_dtype, limits, "weight")
+    rounder = _Rounder(weight, group, scale_dtype, limits, "weight", grid)
     for start, stop in rounder.tiles():
-        scales = rounder.scale(start, stop)[:, :, None]
-        grouped = rounder.round_floats(start, stop, scales).view(stop - start, -1, group)
-        torch.mul(grouped, scales, out=result[start:stop].view_as(grouped))
+        steps = rounder.steps(start, stop)
+        grouped = rounder.round_floats(start, stop, *steps)
+        restore(grouped, *_widen(*steps), out=result[start:stop].view_as(grouped))
     return result
 
 
@@ -93,17 +104,8 @@ def find_scales(
 ) -> Tensor:
     """The scales float32 [O, I/g] alone, as `quantize_packed` has them, which also says what raises."""
     _check_pairs(weight.shape[0], name)
-    scales = torch.empty(weight.shape[0], _groups(weight.shape[1], group, name), dtype=torch.float32)
-    rounder = _Rounder(weight, group, scale_dtype, limits, name)
-    for start, stop in rounder.tiles():
-        scales[start:stop] = rounder.scale(start, stop)
-    return scales
-
-
-def scales_of(amax: Tensor, scale_dtype: torch.dtype) -> Tensor:
-    """float32: amax/7 rounded to `scale_dtype`, and 1 where that is zero."""
-    scales = (amax / HIGHEST).to(scale_dtype).float()
-    return scales.masked_fill_(scales == 0, 1.0)
+    rounder = _Rounder(weight, group, scale_dtype, limits, name, symmetric)
+    return torch.cat([rounder.steps(start, stop)[0] for start, stop in rounder.tiles()])
 
 
 def pack(q: Tensor, *, out: Tensor | None = None) -> Tensor:
@@ -124,8 +126,9 @@ def unpack(packed: Tensor) -> Tensor:
     return q.view(2 * half, columns)
 
 
-def dequantize(packed: Tensor, scales: Tensor) -> Tensor:
-    """(int8 [O/2, I], float32 [O, I/g]) → float32 [O, I] = q·s, exact when the scales are 16-bit floats."""
+def dequantize(packed: Tensor, scales: Tensor, zeros: Tensor | None = None) -> Tensor:
+    """(int8 [O/2, I], float32 [O, I/g], int8 [O, I/g]) → float32 [O, I] = (q - z)·s, exact when the scales are 16-bit
+    floats."""
     rows, groups = scales.shape
     columns = packed.shape[1]
     if packed.shape[0] * 2 != rows or columns % groups:
@@ -138,21 +141,24 @@ def dequantize(packed: Tensor, scales: Tensor) -> Tensor:
     for start in range(0, rows, step):
         stop = min(start + step, rows)
         q = unpack(packed[start // 2 : stop // 2]).view(stop - start, groups, -1)
-        weight[start:stop].copy_(q).mul_(scales[start:stop, :, None])
+        values = weight[start:stop].copy_(q)
+        if zeros is not None:
+            values.sub_(zeros[start:stop, :, None])
+        values.mul_(scales[start:stop, :, None])
     return weight.view(rows, columns)
 
 
 class _Rounder:
-    """Two steps over a tile of rows, in buffers made once: the tile's scales, then its rounded weights."""
+    """Two steps over a tile of rows, in buffers made once: the tile's scales and zeros, then its rounded weights."""
 
     def __init__(
-        self, weight: Rows, group: int, scale_dtype: torch.dtype | None, limits: Tensor | None, name: str
+        self, weight: Rows, group: int, scale_dtype: torch.dtype | None, limits: Tensor | None, name: str, grid: Grid
     ) -> None:
-        self.weight, self.group, self.limits, self.name = weight, group, limits, name
+        self.weight, self.group, self.limits, self.name, self.grid = weight, group, limits, name, grid
+        self.groups = _groups(weight.shape[1], group, name)
         self.scale_dtype = scale_dtype or weight.dtype
         rows = min(_tile_rows(weight.shape[1]), weight.shape[0])
         self.values = torch.empty(rows, weight.shape[1], dtype=torch.float32)
-        self.scratch = torch.empty_like(self.values)
         self.q = torch.empty(rows, weight.shape[1], dtype=torch.int8)
 
     def tiles(self) -> list[tuple[int, int]]:
@@ -160,29 +166,48 @@ class _Rounder:
         step = max(self.values.shape[0], 1)
         return [(start, min(start + step, rows)) for start in range(0, rows, step)]
 
-    def scale(self, start: int, stop: int) -> Tensor:
-        """Scales [rows, I/g] of the tile; leaves the tile in `values` for `round`."""
+    def steps(self, start: int, stop: int) -> tuple[Tensor, Tensor | None]:
+        """Scales and zeros [rows, I/g] of the tile; leaves the tile in `values` for `round`."""
         values = self.values[: stop - start].copy_(self.weight[start:stop])
-        magnitude = torch.abs(values, out=self.scratch[: stop - start])
-        amax = magnitude.view(stop - start, -1, self.group).amax(dim=2)
-        if not torch.isfinite(amax).all():
+        grouped = values.view(stop - start, -1, self.group)
+        low, high = grouped.amin(2), grouped.amax(2)  # torch.aminmax takes ten times as long
+        if not (torch.isfinite(low).all() and torch.isfinite(high).all()):
             raise QuantizationError(
                 f"{self.name} has NaN or infinite values in rows {start} to {stop - 1}",
                 hint="the checkpoint is damaged, or overflowed when it was converted to float16",
             )
-        if self.limits is not None:
-            amax = torch.minimum(amax, self.limits[start:stop])
-        return scales_of(amax, self.scale_dtype)
+        return self.grid(low, high, None if self.limits is None else self.limits[start:stop], self.scale_dtype)
 
-    def round(self, start: int, stop: int, scales: Tensor) -> Tensor:
-        """int8 [rows, I] of the tile last given to `scale`; valid until the next call. `scales` [rows, I/g, 1]."""
-        return self.q[: stop - start].copy_(self.round_floats(start, stop, scales))
+    def round(self, start: int, stop: int, scales: Tensor, zeros: Tensor | None) -> Tensor:
+        """int8 [rows, I] of the tile last given to `steps`, whose result goes in; valid until the next call."""
+        q = self.q[: stop - start]
+        q.copy_(self.round_floats(start, stop, scales, zeros).view(q.shape))
+        return q
 
-    def round_floats(self, start: int, stop: int, scales: Tensor) -> Tensor:
-        """The same as whole numbers in float32."""
-        values = self.values[: stop - start]
-        values.view(stop - start, -1, self.group).div_(scales)
-        return values.round_().clamp_(LOWEST, HIGHEST)
+    def round_floats(self, start: int, stop: int, scales: Tensor, zeros: Tensor | None) -> Tensor:
+        """The same as whole numbers in float32, [rows, I/g, g]."""
+        values = self.values[: stop - start].view(stop - start, -1, self.group)
+        return place(values, *_widen(scales, zeros), out=values)
+
+
+def _quantize(rounder: _Rounder) -> tuple[Tensor, Tensor, Tensor]:
+    """(packed, scales, zeros), the zeros in float32."""
+    rows, columns = rounder.weight.shape
+    _check_pairs(rows, rounder.name)
+    packed = torch.empty(rows // 2, columns, dtype=torch.int8)
+    scales = torch.empty(rows, rounder.groups, dtype=torch.float32)
+    zeros = torch.zeros_like(scales)
+    for start, stop in rounder.tiles():
+        steps = rounder.steps(start, stop)
+        scales[start:stop] = steps[0]
+        if steps[1] is not None:
+            zeros[start:stop] = steps[1]
+        pack(rounder.round(start, stop, *steps), out=packed[start // 2 : stop // 2])
+    return packed, scales, zeros
+
+
+def _widen(scales: Tensor, zeros: Tensor | None) -> tuple[Tensor, Tensor | None]:
+    return scales[:, :, None], None if zeros is None else zeros[:, :, None]
 
 
 def _groups(columns: int, group: int, name: str) -> int:

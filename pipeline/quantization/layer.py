@@ -10,6 +10,7 @@ import torch
 
 from pipeline.checkpoint.block_scales import read_weight
 from pipeline.quantization.folding import Adjustments, realise
+from pipeline.quantization.int4_grids import asymmetric, symmetric
 from pipeline.quantization.linear_inputs import LinearInputs
 from pipeline.quantization.methods import CHOOSERS
 from pipeline.quantization.moments import Factors
@@ -98,6 +99,7 @@ def plan_layer(
         looks = seen if METHODS[method].measures else None
         members = tuple(linears[name] for name in group.linears)
         inputs = looks.sampled(group, members) if looks is not None else {}
+        has_zeros = FORMATS[METHODS[method].format].zeros
         problem = Problem(
             name=group.name,
             linears=members,
@@ -105,9 +107,12 @@ def plan_layer(
             mean_abs=_statistic("mean_abs", group, captured, inputs),
             max_abs=_statistic("max_abs", group, captured, inputs),
             inputs=inputs,
-            realise=partial(realise, fold=group.fold, source=source, dtype=dtype),
+            realise=_refuse_vector
+            if has_zeros and group.fold is None
+            else partial(realise, fold=group.fold, source=source, dtype=dtype),
             scale_dtype=dtype,
             clip=clip,
+            grid=asymmetric if has_zeros else symmetric,
             moments=looks.moments(group, members) if looks is not None and METHODS[method].moments else {},
             factors=factors,
         )
@@ -115,6 +120,10 @@ def plan_layer(
         progress.advance(1)
     _share_input_ranges(plan, {name: linears[name] for _, group in groups for name in group.linears})
     return plan
+
+
+def _refuse_vector(scale: Tensor) -> None:
+    """For formats without: no scale but one that folds."""
 
 
 def _share_input_ranges(plan: LayerPlan, linears: Mapping[str, Linear]) -> None:

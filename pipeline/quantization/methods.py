@@ -21,4 +21,6 @@ CHOOSERS: dict[str, Callable[[Problem], Choice]] = {
     "fp8_blocks": rtn.choose,
     "int8": rtn.choose,
     "smoothquant": smoothquant.choose,
+    "awq_zeros": awq.choose,
+    "rtn_zeros": rtn.choose,
 }

@@ -9,7 +9,6 @@ Shapes: T tokens of all samples, I input features, k experts per token, n tokens
 
 from __future__ import annotations
 
-from contextlib import contextmanager
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, BinaryIO
 
@@ -17,6 +16,7 @@ import numpy as np
 import torch
 
 from pipeline.errors import QuantizationError
+from pipeline.quantization.threads import single_threaded
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterator
@@ -141,7 +141,7 @@ def factorize(moment: Tensor, damping: float = DAMPING) -> Factor:
     damped = moment[order][:, order]
     silent = damped.diagonal() == 0
     damped.diagonal().add_(silent * mean)
-    with _single_threaded():
+    with single_threaded():
         while True:
             damped.diagonal().add_(damping * mean)
             lower, failed = torch.linalg.cholesky_ex(damped)
@@ -150,15 +150,3 @@ def factorize(moment: Tensor, damping: float = DAMPING) -> Factor:
             if not failed:
                 return Factor(moment, order, upper)
             damping *= 10
-
-
-@contextmanager
-def _single_threaded() -> Iterator[None]:
-    """A factorization's last bits depend on the number of threads (a matrix product's do not), and equal runs are to
-    give equal bytes."""
-    threads = torch.get_num_threads()
-    torch.set_num_threads(1)
-    try:
-        yield
-    finally:
-        torch.set_num_threads(threads)

@@ -8,6 +8,7 @@ from __future__ import annotations
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING
 
+from pipeline.quantization.int4_grids import Grid, symmetric
 from pipeline.quantization.moments import Factors
 
 if TYPE_CHECKING:
@@ -29,8 +30,8 @@ class Problem:
     `mean_abs` and `max_abs` float32 [I] of the shared input (None: the method measures nothing). `inputs` holds, for
     each linear that calibration reached, the rows that *it* was fed (an expert's own ones).
     `realise(s)` is the scale that the checkpoint can really hold for a wanted s [I] (rounded by the norm or the vector
-    that carries it), or None where it would overflow. `moments`: the second moments of each linear's own input, for
-    methods that ask for them, and `factors` makes of them what GPTQ needs.
+    that carries it), or None where it would overflow. `grid`: what INT4 linears are rounded to. `moments`: the second
+    moments of each linear's own input, for methods that ask for them, and `factors` makes of them what GPTQ needs.
     """
 
     name: str
@@ -42,6 +43,7 @@ class Problem:
     realise: Callable[[Tensor], Tensor | None]
     scale_dtype: torch.dtype
     clip: bool
+    grid: Grid = symmetric
     moments: Mapping[str, Moment] = field(default_factory=dict)
     factors: Factors = field(default_factory=Factors)
 

@@ -9,18 +9,14 @@ tensor for the former.
 from __future__ import annotations
 
 import json
-import os
 import re
 import shutil
-from contextlib import contextmanager
 from functools import cached_property
 from typing import TYPE_CHECKING, Any
 
-import torch
-
 from pipeline.checkpoint.engine_config import read_own_key, write_quantized
 from pipeline.checkpoint.layouts import layout_for
-from pipeline.checkpoint.layouts.scales import BLOCK_SCALES, FP8, PRESCALE, cache_scale
+from pipeline.checkpoint.layouts.scales import BLOCK_SCALES, FP8, cache_scale
 from pipeline.checkpoint.shards import Shard, write_index
 from pipeline.checkpoint.tensors import TensorInfo
 from pipeline.errors import CompatibilityError
@@ -29,16 +25,17 @@ from pipeline.quantization import calibration
 from pipeline.quantization.calibration import Calibration, sample_pieces
 from pipeline.quantization.coverage import summarize, warn
 from pipeline.quantization.documents import name_file
-from pipeline.quantization.kv_cache import CACHE_FORMATS, cache_step
+from pipeline.quantization.kv_cache import cache_step
 from pipeline.quantization.layer import LayerPlan, group_linears, plan_layer
 from pipeline.quantization.linear_inputs import UNROUTED
-from pipeline.quantization.report import REPORT, QuantizationReport
+from pipeline.quantization.report import REPORT, QuantizationReport, describe_config
 from pipeline.quantization.rules import choose_linears
 from pipeline.quantization.selection import METHODS, name_algo
 from pipeline.quantization.shard import model_dtype, write_shard
+from pipeline.quantization.threads import bounded_threads
 
 if TYPE_CHECKING:
-    from collections.abc import Iterator, Sequence
+    from collections.abc import Sequence
     from pathlib import Path
 
     from torch import Tensor
@@ -63,7 +60,7 @@ def quantize_checkpoint(
     calibration or packing meets.
     """
     run = _Run(source, workspace, settings, progress)
-    with _bounded_threads():
+    with bounded_threads():
         if not workspace.is_done("report"):
             run.announce()
             for layer in range(source.architecture.num_layers):
@@ -255,29 +252,6 @@ class _Run:
         return {"files": files, "samples": c.samples, "length": c.length, "seed": c.seed}
 
     def _write_config(self, infos: Sequence[TensorInfo]) -> Path:
-        grouped = any(linear.group for linear in self.selection.linears.values())
-        quantization = {
-            "quant_algo": self.quant_algo,
-            "kv_cache_quant_algo": CACHE_FORMATS[kind][0] if (kind := self.settings.kv_cache) != "none" else None,
-            "method": self.settings.method,
-            "group_size": self.settings.group_size if grouped else None,
-            "has_zero_point": False,
-            "pre_quant_scale": any(info.name.endswith(PRESCALE) for info in infos),
-            "quantized": {
-                name: {"format": linear.format, "group_size": linear.group}
-                for name, linear in self.selection.linears.items()
-            },
-        }
+        quantization = describe_config(self.settings, self.quant_algo, self.selection.linears, infos)
         has_fp8 = any(info.name.endswith(BLOCK_SCALES) for info in infos)
         return write_quantized(self.source, self.workspace.path, quantization, has_fp8=has_fp8)
-
-
-@contextmanager
-def _bounded_threads() -> Iterator[None]:
-    """No more threads than processors that this process may use: torch counts the machine's, a container has fewer."""
-    before = torch.get_num_threads()
-    torch.set_num_threads(max(1, min(before, len(os.sched_getaffinity(0)))))
-    try:
-        yield
-    finally:
-        torch.set_num_threads(before)

@@ -1,13 +1,21 @@
-"""quantization.json: what became of every linear and every expert, and what it saved."""
+"""quantization.json: what became of every linear and every expert, and what it saved; and what config.json says."""
 
 from __future__ import annotations
 
 import json
 import re
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
+
+from pipeline.checkpoint.layouts.scales import PRESCALE, ZEROS
+from pipeline.quantization.kv_cache import CACHE_FORMATS
+
+if TYPE_CHECKING:
+    from pipeline.checkpoint.tensors import TensorInfo
+    from pipeline.quantization.rules import Linear
+    from pipeline.quantization.settings import QuantizeSettings
 
 REPORT = "quantization.json"
 
@@ -101,3 +109,18 @@ class QuantizationReport:
 def _average(rows: Sequence[dict[str, Any]], key: str) -> float | None:
     values = [row[key] for row in rows if row[key] is not None]
     return float(f"{sum(values) / len(values):.4g}") if values else None
+
+
+def describe_config(
+    settings: QuantizeSettings, quant_algo: str, linears: Mapping[str, Linear], infos: Sequence[TensorInfo]
+) -> dict[str, Any]:
+    """What config.json says of it, under our key. `infos`: all tensors that were written."""
+    return {
+        "quant_algo": quant_algo,
+        "kv_cache_quant_algo": CACHE_FORMATS[kind][0] if (kind := settings.kv_cache) != "none" else None,
+        "method": settings.method,
+        "group_size": settings.group_size if any(linear.group for linear in linears.values()) else None,
+        "has_zero_point": any(info.name.endswith(f".{ZEROS}") for info in infos),
+        "pre_quant_scale": any(info.name.endswith(PRESCALE) for info in infos),
+        "quantized": {name: {"format": x.format, "group_size": x.group} for name, x in linears.items()},
+    }

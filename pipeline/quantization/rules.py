@@ -6,6 +6,7 @@ from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
 from pipeline.errors import CompatibilityError
+from pipeline.quantization.patterns import find_pattern
 from pipeline.quantization.selection import (
     FLOAT32,
     FORMATS,
@@ -16,7 +17,6 @@ from pipeline.quantization.selection import (
     NONE,
     QUANTIZABLE,
     Rules,
-    find_pattern,
 )
 
 if TYPE_CHECKING:

@@ -6,15 +6,13 @@ milliseconds.
 
 from __future__ import annotations
 
-import re
 from collections import Counter
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
-from fnmatch import translate
-from functools import cache
 from typing import TYPE_CHECKING, Literal, get_args
 
 from pipeline.checkpoint.layouts.scales import BLOCK
+from pipeline.quantization.patterns import find_pattern
 
 if TYPE_CHECKING:
     from pipeline.checkpoint.layouts import Kind
@@ -36,7 +34,8 @@ class FormatRow:
     an output "channel", a "block" of BLOCK x BLOCK, or the whole "tensor".
 
     `static_inputs`: its input is quantized too, in steps that calibration found. `second_scale`: its scales have one of
-    their own. `quant_algo`: TensorRT-LLM's name.
+    their own. `quant_algo`: TensorRT-LLM's name. `zeros`: each scale has a zero point beside it, of a byte; no engine
+    has such a format, and those it is exported to know no vector either, so a scale of the input must be folded.
     """
 
     quant_algo: str
@@ -44,6 +43,7 @@ class FormatRow:
     per: Literal["group", "channel", "block", "tensor"]
     static_inputs: bool = False
     second_scale: bool = False
+    zeros: bool = False
 
     @property
     def grouped(self) -> bool:
@@ -55,7 +55,7 @@ class FormatRow:
         blocks = -(-rows // BLOCK) * -(-columns // BLOCK)
         scales = {"group": 0, "channel": rows, "block": blocks, "tensor": 1}[self.per]
         scales += self.static_inputs + self.second_scale
-        grouped = rows * columns // group * scale_bytes if group else 0
+        grouped = rows * columns // group * (scale_bytes + self.zeros) if group else 0
         return rows * columns * self.bits // 8 + scales * FLOAT32 + grouped
 
     def engine_nbytes(self, shape: Sequence[int], group: int | None, scale_bytes: int) -> int:
@@ -83,6 +83,7 @@ FORMATS = {
     FP8_BLOCKS: FormatRow(quant_algo="FP8_BLOCK_SCALES", bits=8, per="block"),
     "int8": FormatRow(quant_algo="W8A16", bits=8, per="channel"),
     "int8_sq": FormatRow(quant_algo="W8A8_SQ_PER_CHANNEL", bits=8, per="channel", static_inputs=True),
+    "int4_zeros": FormatRow(quant_algo="W4A16_AWQ", bits=4, per="group", zeros=True),
 }
 # Formats of others' checkpoints, which no method makes.
 FOREIGN_FORMATS = {"fp8_rows": FormatRow(quant_algo="FP8_PER_CHANNEL", bits=8, per="channel")}
@@ -97,7 +98,11 @@ METHODS = {
     FP8_BLOCKS: MethodRow(format=FP8_BLOCKS, measures=False),
     "int8": MethodRow(format="int8", measures=False),
     "smoothquant": MethodRow(format="int8_sq", measures=True),
+    # What `trtseek export --asymmetric` makes of awq and rtn; no config has them, since no engine does.
+    "awq_zeros": MethodRow(format="int4_zeros", measures=True),
+    "rtn_zeros": MethodRow(format="int4_zeros", measures=False),
 }
+WITH_ZEROS = {"awq": "awq_zeros", "rtn": "rtn_zeros"}
 NONE = "none"  # the method that leaves a linear as it is
 MIXED = "MIXED_PRECISION"  # TensorRT-LLM's name for more than one of them
 
@@ -249,22 +254,3 @@ def pick_group(shape: Sequence[int], wanted: int) -> int | None:
     """
     rows, columns = shape
     return None if rows % 2 else next((size for size in GROUP_SIZES if size <= wanted and columns % size == 0), None)
-
-
-@cache
-def find_pattern(patterns: tuple[str, ...]) -> Callable[[str], int | None]:
-    """Which of the shell patterns is the first to name a linear X, as `X` or as `X.weight`.
-
-    One expression for all patterns: DeepSeek-V3 has 45,000 expert linears to hold against them.
-    """
-    if not patterns:
-        return lambda name: None
-    # The group around a whole pattern is the last to close.
-    match = re.compile("|".join(f"(?P<pattern{i}>{translate(each)})" for i, each in enumerate(patterns))).match
-
-    def find(name: str) -> int | None:
-        bare = name.removesuffix(".weight")
-        groups = [found.lastgroup for spelled in (bare, f"{bare}.weight") if (found := match(spelled))]
-        return min((int(str(group).removeprefix("pattern")) for group in groups), default=None)
-
-    return find

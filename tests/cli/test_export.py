@@ -63,10 +63,20 @@ def test_what_is_there_is_not_written_over(llama_path: Path, tmp_path: Path) -> 
         run(tmp_path / "engine", "--output", tmp_path / "back")
 
 
-def test_zero_points_go_with_awq_alone(llama_path: Path, tmp_path: Path) -> None:
-    convert(llama_path, tmp_path / "engine", "bfloat16")
+def test_zero_points_as_a_config_says(tmp_path: Path) -> None:
+    support.convert("llama", tmp_path)
+    config = tmp_path / "zeros.yaml"
+    text = support.write_text(tmp_path / "text.txt")
+    config.write_text(
+        f"model: {{path: {tmp_path / 'hf'}}}\ntarget: {{gpu: A100-80GB}}\nstages:\n  quantize:\n    group_size: 64\n"
+        f"    calibration: {{files: [{text}], samples: 8, length: 32}}\n"
+    )
     with pytest.raises(ConfigError, match="hf is written without zero points"):
-        run(tmp_path / "engine", "--asymmetric", "64", "--output", tmp_path / "back")
+        run(tmp_path / "engine", "--asymmetric", config, "--output", tmp_path / "back")
+    arguments = ("--format", "awq", "--asymmetric", config, "--output", tmp_path / "out")
+    result = run(tmp_path / "engine", *arguments)
+    assert "8 linears in int4_zeros" in result.stderr and "which no engine has; nothing was proved" in result.stderr
+    assert json.loads((tmp_path / "out/config.json").read_text())["quantization_config"]["group_size"] == 64
 
 
 def test_the_choices_are_the_tables() -> None:

@@ -11,7 +11,7 @@ from typing import Any
 import pytest
 
 from pipeline.evaluation.numbers import spell_numbers
-from pipeline.evaluation.report.figures import plot_coverage, plot_experts, plot_linears
+from pipeline.evaluation.report.figures import plot_coverage, plot_experts, plot_linears, plot_saturation
 from pipeline.evaluation.report.page import write_comparison, write_run
 from tests.browser import NoBrowserError, Page, find_chromium, open_page
 
@@ -80,6 +80,7 @@ def run_document() -> dict[str, Any]:
         for group in ("attention.dense", "mlp.experts.*.fc")
     ]
     coverage = {"layers": {str(layer): {"mlp.fc": {"score": 0.9, "change": 0.01 * layer}} for layer in range(30)}}
+    saturation = [{"share": share, "mean": 0.01 / share, "largest": 0.02 / share} for share in (1 / 8, 1 / 4, 1 / 2)]
     network = {
         "positions": 95,
         "steps": 13,
@@ -101,11 +102,18 @@ def run_document() -> dict[str, Any]:
         "verify": {
             "gates": gates,
             "network": network,
-            "quality": {"checkpoints": [row("original", 0.0), row("quantized", 0.02)], "samples": [sample()] * 3},
+            "quality": {
+                "checkpoints": [
+                    row("original", 0.0, baseline_share=0.0),
+                    row("quantized", 0.02, baseline_share=0.36),
+                ],
+                "baseline": row("round to nearest (baseline)", 0.05, baseline_share=1.0),
+                "samples": [sample()] * 3,
+            },
         },
         "quantization": {
             "heat_map": cells,
-            "coverage": coverage,
+            "coverage": coverage | {"saturation": saturation},
             "experts": {"1": {"tokens": [5, 0, 3, 8]}, "2": {"tokens": [4, 4, 4, 4]}},
         },
     }
@@ -177,11 +185,13 @@ def test_a_page_is_never_wider_than_its_screen(seen: dict[str, Any], name: str) 
 
 def test_everything_is_there(seen: dict[str, Any]) -> None:
     run, compare = seen["run"], seen["compare"]
-    assert (run["tables"], run["plots"], run["marks"]) == (5, 8, 3)
+    assert (run["tables"], run["plots"], run["marks"]) == (5, 9, 3)
     assert (compare["tables"], compare["plots"], compare["marks"]) == (2, 5, 1)
-    assert run["rows"] == (1 + 3) + (1 + 2) + (1 + 2) + (1 + 1) + (1 + 2)  # gates, checkpoints, groups, tasks, layers
+    assert run["rows"] == (1 + 3) + (1 + 3) + (1 + 2) + (1 + 1) + (1 + 2)  # gates, checkpoints, groups, tasks, layers
     for words in ("1 of 3 gates failed: gate_1@8192", "90.0 s (failed)", "10 GB", "28.0%", "not measured", "inf"):
         assert words in run["text"], words
+    for words in ("round to nearest (baseline)", "loss of baseline's", "0.36"):
+        assert words in run["text"] and words not in compare["text"], words
     assert "3 checkpoints compared" in compare["text"]
 
 
@@ -217,6 +227,7 @@ def test_plots_leave_out_what_is_not_there() -> None:
     assert plot_linears([{"group": "mlp.fc", "layer": 0, "loss_after": None}]) is None
     assert plot_experts({}) is None
     assert plot_coverage({}) is None
+    assert plot_saturation([]) is None
 
 
 def test_a_large_heat_map_is_one_picture() -> None:

@@ -105,13 +105,15 @@ def logits_of(folder: Path, ids: torch.Tensor = IDS) -> torch.Tensor:
         return model(ids).logits
 
 
-def logits_of_state(engine: CheckpointFolder, state: Mapping[str, torch.Tensor], folder: Path) -> torch.Tensor:
+def logits_of_state(
+    engine: CheckpointFolder, state: Mapping[str, torch.Tensor], folder: Path, ids: torch.Tensor = IDS
+) -> torch.Tensor:
     """The same of a state dict in the hub's names: written by the safetensors library, read by transformers."""
     folder.mkdir(parents=True)
     save_file({n: t.float().contiguous() for n, t in state.items()}, folder / "model.safetensors", {"format": "pt"})
     config = {key: value for key, value in engine.config.items() if key not in ("trtseek", "quantization_config")}
     (folder / "config.json").write_text(json.dumps(config))
-    return logits_of(folder)
+    return logits_of(folder, ids)
 
 
 def distance(found: torch.Tensor, expected: torch.Tensor) -> float:

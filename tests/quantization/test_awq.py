@@ -12,6 +12,7 @@ from hypothesis import strategies as st
 
 from pipeline.quantization import awq, int4, rtn
 from pipeline.quantization.capture import Inputs
+from pipeline.quantization.int4_grids import Grid, asymmetric, symmetric
 from pipeline.quantization.problem import PLAIN, Problem
 from pipeline.quantization.rules import Linear
 
@@ -22,6 +23,7 @@ def make_problem(
     *,
     clip: bool = False,
     group: int = 64,
+    grid: Grid = symmetric,
     realise: Callable[[torch.Tensor], torch.Tensor | None] = lambda s: s,
 ) -> Problem:
     linears = tuple(
@@ -39,6 +41,7 @@ def make_problem(
         realise=realise,
         scale_dtype=torch.float32,
         clip=clip,
+        grid=grid,
     )
 
 
@@ -51,22 +54,27 @@ def planted(seed: int, outliers: int = 4) -> tuple[dict[str, torch.Tensor], torc
 
 
 def true_error(
-    weight: torch.Tensor, rows: torch.Tensor, scale: torch.Tensor | None, limits: torch.Tensor | None
+    weight: torch.Tensor,
+    rows: torch.Tensor,
+    scale: torch.Tensor | None,
+    limits: torch.Tensor | None,
+    grid: Grid = symmetric,
 ) -> float:
     """Relative squared output error through the packed tensors, as an engine would compute it."""
     s = torch.ones(weight.shape[1]) if scale is None else scale
-    packed, scales = int4.quantize_packed(weight * s, 64, limits=limits)
+    quantize = int4.quantize_packed if grid is symmetric else int4.quantize_with_zeros
     wanted = rows @ weight.T
-    found = (rows / s) @ int4.dequantize(packed, scales).T
+    found = (rows / s) @ int4.dequantize(*quantize(weight * s, 64, limits=limits)).T
     return float((found - wanted).square().sum() / wanted.square().sum())
 
 
-def test_wins_clearly_on_planted_outliers() -> None:
+@pytest.mark.parametrize("grid", [symmetric, asymmetric])
+def test_wins_clearly_on_planted_outliers(grid: Grid) -> None:
     weights, rows = planted(0)
-    choice = awq.choose(make_problem(weights, rows))
+    choice = awq.choose(make_problem(weights, rows, grid=grid))
     assert choice.alpha is not None and choice.alpha > 0.1 and choice.scale is not None
     for name, weight in weights.items():
-        before, after = true_error(weight, rows, None, None), true_error(weight, rows, choice.scale, None)
+        before, after = (true_error(weight, rows, scale, None, grid) for scale in (None, choice.scale))
         assert choice.losses[name].before == pytest.approx(before, rel=1e-3)
         assert choice.losses[name].after == pytest.approx(after, rel=1e-3)
         assert after < 0.5 * before
@@ -74,30 +82,31 @@ def test_wins_clearly_on_planted_outliers() -> None:
     assert choice.scale[loud].min() > 1 > choice.scale.median()
 
 
-@given(st.integers(0, 2**32 - 1), st.integers(0, 8), st.booleans())
+@given(st.integers(0, 2**32 - 1), st.integers(0, 8), st.booleans(), st.sampled_from((symmetric, asymmetric)))
 @settings(max_examples=25, deadline=None)
-def test_never_worse_than_rounding_to_nearest(seed: int, outliers: int, clip: bool) -> None:
+def test_never_worse_than_rounding_to_nearest(seed: int, outliers: int, clip: bool, grid: Grid) -> None:
     weights, rows = planted(seed, outliers)
-    choice = awq.choose(make_problem(weights, rows, clip=clip))
+    choice = awq.choose(make_problem(weights, rows, clip=clip, grid=grid))
     before, after = (
-        sum(true_error(w, rows, scale, treatments.get(name, PLAIN).limits) for name, w in weights.items())
+        sum(true_error(w, rows, scale, treatments.get(name, PLAIN).limits, grid) for name, w in weights.items())
         for scale, treatments in ((None, {}), (choice.scale, choice.treatments))
     )
     assert after <= before * (1 + 1e-4)  # in float32, by another order of sums
 
 
-def test_clipping_pays_for_heavy_tails() -> None:
+@pytest.mark.parametrize("grid", [symmetric, asymmetric])
+def test_clipping_pays_for_heavy_tails(grid: Grid) -> None:
     """A few large weights that hardly matter (their inputs are small) cost every other weight of their group."""
     generator = torch.Generator().manual_seed(1)
     weight = torch.randn(32, 128, generator=generator) * 0.05
     weight[:, ::64] = 0.6
     rows = torch.randn(96, 128, generator=generator)
     rows[:, ::64] *= 0.02
-    without = awq.choose(make_problem({"x": weight}, rows))
-    clipped = awq.choose(make_problem({"x": weight}, rows, clip=True))
+    without = awq.choose(make_problem({"x": weight}, rows, grid=grid))
+    clipped = awq.choose(make_problem({"x": weight}, rows, clip=True, grid=grid))
     assert "x" in clipped.treatments and not without.treatments
-    assert clipped.losses["x"].after < 0.8 * without.losses["x"].after
-    assert true_error(weight, rows, clipped.scale, clipped.treatments["x"].limits) == pytest.approx(
+    assert clipped.losses["x"].after < 0.9 * without.losses["x"].after
+    assert true_error(weight, rows, clipped.scale, clipped.treatments["x"].limits, grid) == pytest.approx(
         clipped.losses["x"].after, rel=1e-3
     )
 

@@ -49,6 +49,19 @@ def test_change_settles_like_the_root_of_the_samples() -> None:
     assert changes[0] / changes[1] == pytest.approx(4, rel=0.25)
 
 
+def test_scales_settle_as_samples_are_added() -> None:
+    """k of n independent samples have n/k - 1 times the variance of half of them, against all."""
+    found = measure(list(torch.randn(64, 4, 512, generator=torch.Generator().manual_seed(3))))
+    assert found["change_of_eighth"] / found["change"] == pytest.approx(math.sqrt(7), rel=0.1)
+    assert found["change_of_quarter"] / found["change"] == pytest.approx(math.sqrt(3), rel=0.1)
+    few = measure(list(torch.randn(4, 4, 16, generator=torch.Generator().manual_seed(3))))
+    assert "change_of_quarter" in few and "change_of_eighth" not in few
+    saturation = summarize({"0": {"a": found, "b": few}})["saturation"]
+    assert [row["share"] for row in saturation] == [1 / 8, 1 / 4, 1 / 2]
+    assert saturation[0] == {"share": 1 / 8, "mean": found["change_of_eighth"], "largest": found["change_of_eighth"]}
+    assert saturation[2]["largest"] == max(found["change"], few["change"])
+
+
 def test_equal_halves_change_nothing_and_outliers_lower_entropy() -> None:
     sample = torch.rand(4, 64, generator=torch.Generator().manual_seed(2)) + 0.5
     same = measure([sample] * 4)

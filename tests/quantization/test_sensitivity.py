@@ -21,6 +21,7 @@ from pipeline.quantization.sensitivity import measure_sensitivity
 from pipeline.quantization.text import sample_tokens
 from pipeline.quantization.units import list_units
 from pipeline.workspace import FolderWorkspace
+from tests import fixtures
 from tests.quantization.support import CalibrationSettings, Model, Settings
 
 ALL = ("experts", "shared_experts", "mlp", "attention_output", "attention_input")
@@ -163,6 +164,25 @@ def test_memory_holds_one_layer(tmp_path: Path, llama_path: Path, text: Path, mo
     monkeypatch.setattr(modeling_llama.LlamaDecoderLayer, "__init__", init)
     measure(Model.load(llama_path).write(tmp_path / "engine", llama_path), tmp_path / "out", text, "rtn/64")
     assert max(most) <= 2
+
+
+def test_the_cost_is_linear_in_layers(tmp_path: Path, text: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Counted in batches through transformers' decoder layers: two layers more are the same work more each time."""
+    runs = 0
+    true_forward = modeling_llama.LlamaDecoderLayer.forward
+
+    def forward(*arguments: Any, **options: Any) -> Any:
+        nonlocal runs
+        runs += 1
+        return true_forward(*arguments, **options)
+
+    monkeypatch.setattr(modeling_llama.LlamaDecoderLayer, "forward", forward)
+    counts = {}
+    for layers in (2, 4, 6):
+        runs, hub = 0, fixtures.llama(tmp_path / f"hf-{layers}", tokenizer=True, num_hidden_layers=layers)
+        measure(Model.load(hub).write(tmp_path / f"engine-{layers}", hub), tmp_path / f"{layers}", text, "rtn/64")
+        counts[layers] = runs
+    assert counts[6] - counts[4] == counts[4] - counts[2] > 0
 
 
 def test_candidates() -> None:

@@ -23,6 +23,7 @@ SOURCE_SUFFIX = "_scale_inv"  # after "X.weight"
 # After "X." in an engine checkpoint, and of the network's constants.
 WEIGHT_SCALES = "weights_scaling_factor"  # F32 [O, I/g] of INT4, [1] of FP8, [O] of SmoothQuant
 WEIGHT_SCALES_2 = "weights_scaling_factor_2"  # F32 [1] of INT4 whose input is FP8: what its group scales are divided by
+ZEROS = "zero"  # I8 [O, I/g] of INT4 with zero points, in [-8, 7]
 CHANNEL_SCALES = "per_channel_scale"  # F32 [O] of INT8 weights alone, and of FP8
 ACTIVATION_SCALES = "activation_scaling_factor"  # F32 [1], of an input that is quantized too
 PRESCALE = "prequant_scaling_factor"  # what a linear's input is multiplied by before such weights
@@ -37,6 +38,7 @@ SIGNATURES: tuple[tuple[str, str, str], ...] = (
     (FP8, BLOCK_SCALES, "fp8_blocks"),
     (FP8, CHANNEL_SCALES, "fp8_rows"),
     (FP8, ACTIVATION_SCALES, "fp8"),
+    (INT8, ZEROS, "int4_zeros"),
     (INT8, WEIGHT_SCALES_2, "int4_fp8"),
     (INT8, ACTIVATION_SCALES, "int8_sq"),
     (INT8, CHANNEL_SCALES, "int8"),

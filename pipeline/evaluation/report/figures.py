@@ -99,6 +99,20 @@ def plot_coverage(layers: Mapping[str, Mapping[str, Document]]) -> Plot | None:
     return _plot_cells(rows, "Calibration coverage", "change", note)
 
 
+def plot_saturation(shares: Sequence[Document]) -> Plot | None:
+    """How the scales settled as calibration text was added, up to all of it."""
+    if len(shares) < 2:
+        return None
+    svg = plot_lines(
+        [100 * row["share"] for row in shares] + [100],
+        [[*(row[key] for row in shares), 0.0] for key in ("mean", "largest")],
+        x_label="share of the calibration samples, %",
+        y_label="change of scale",
+    )
+    note = "how far the scales of a share of the samples are from those of all"
+    return Plot(title="Calibration saturation", svg=svg, note=note, legend=["mean of all inputs", "largest"])
+
+
 def _plot_cells(rows: Sequence[tuple[str, int, float]], title: str, bar: str, note: str) -> Plot | None:
     """A heat map of (name, layer, value); cells that are named more than once show their mean."""
     cells: dict[tuple[str, int], list[float]] = {}

@@ -7,7 +7,14 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 import pipeline
-from pipeline.evaluation.report.figures import Plot, plot_checkpoints, plot_coverage, plot_experts, plot_linears
+from pipeline.evaluation.report.figures import (
+    Plot,
+    plot_checkpoints,
+    plot_coverage,
+    plot_experts,
+    plot_linears,
+    plot_saturation,
+)
 from pipeline.evaluation.report.words import spell_bytes, spell_number, spell_seconds, spell_share
 from pipeline.text_file import write_text
 
@@ -16,8 +23,9 @@ if TYPE_CHECKING:
 
 HERE = Path(__file__).parent
 TEMPLATE = "report.html.j2"
+SHARE, TASKS = "loss of baseline's", "tasks"
 VERDICTS = {True: ("pass", "pass"), False: ("fail", "FAIL"), None: ("skip", "off")}
-COLUMNS = ("weights", "perplexity", "ratio", "mean KL", "max KL", "top-1", "top-5", "tasks")
+COLUMNS = ("weights", "perplexity", "ratio", "mean KL", "max KL", "top-1", "top-5", SHARE, TASKS)
 SECTIONS = ("tiles", "gates", "stages", "sizes", "columns", "checkpoints", "plots", "tables", "samples")
 Document = Mapping[str, Any]
 
@@ -51,6 +59,7 @@ def describe_run(document: Document) -> dict[str, Any]:
             plot_linears(quantization.get("heat_map", [])),
             plot_experts(quantization.get("experts", {})),
             plot_coverage(quantization.get("coverage", {}).get("layers", {})),
+            plot_saturation(quantization.get("coverage", {}).get("saturation", [])),
         ]
     return {
         "key": document["key"],
@@ -103,27 +112,33 @@ def _environment() -> Environment:
 
 
 def _describe_quality(document: Document) -> dict[str, Any]:
-    rows = document["checkpoints"]
+    rows, baseline = document["checkpoints"], document.get("baseline")
+    shown = {**dict.fromkeys(COLUMNS, True), SHARE: baseline is not None, TASKS: bool(rows[0]["accuracy"])}
+    columns = [name for name in COLUMNS if shown[name]]
+    lines = [*rows, {**baseline, "bytes": None, "accuracy": None}] if baseline else rows
     return {
         "tokens": rows[0]["tokens"],
-        "columns": [name for name in COLUMNS if name != "tasks" or rows[0]["accuracy"]],
-        "checkpoints": [{"label": row["label"], "cells": _describe_row(row)} for row in rows],
+        "columns": columns,
+        "checkpoints": [{"label": row["label"], "cells": _describe_row(row, columns)} for row in lines],
         "plots": plot_checkpoints(rows),
         "samples": [_describe_sample(sample) for sample in document["samples"]],
     }
 
 
-def _describe_row(row: Document) -> list[str]:
-    cells = [
-        spell_bytes(row["bytes"]),
+def _describe_row(row: Document, columns: Sequence[str]) -> list[str]:
+    share = row.get("baseline_share")
+    cells = (
+        spell_bytes(row["bytes"]) if row["bytes"] is not None else "",
         spell_number(row["perplexity"], ".3f"),
         spell_number(row["perplexity_ratio"], ".4f"),
         spell_number(row["mean_kl"], ".3g"),
         spell_number(row["max_kl"], ".3g"),
         spell_share(row["top1_agreement"]),
         spell_share(row["top5_overlap"]),
-    ]
-    return cells + ([spell_share(row["accuracy"]["accuracy"])] if row["accuracy"] else [])
+        spell_number(share, ".2f") if share is not None else "-",
+        spell_share(row["accuracy"]["accuracy"]) if row["accuracy"] else "",
+    )
+    return [cell for name, cell in zip(COLUMNS, cells, strict=True) if name in columns]
 
 
 def _describe_sample(sample: Document) -> dict[str, Any]:

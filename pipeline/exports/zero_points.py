@@ -1,0 +1,58 @@
+"""INT4 with zero points, which no engine has: made for an export alone, by the methods of the quantize stage."""
+
+from __future__ import annotations
+
+import shutil
+from contextlib import contextmanager
+from typing import TYPE_CHECKING
+
+from pipeline.errors import ConfigError
+from pipeline.quantization.selection import NONE, WITH_ZEROS
+
+if TYPE_CHECKING:
+    from collections.abc import Iterator
+    from pathlib import Path
+
+    from pipeline.checkpoint.folder import CheckpointFolder
+    from pipeline.config.settings import Quantize
+    from pipeline.progress import Progress
+
+DRAFT = "draft"
+
+
+def choose_zero_points(settings: Quantize) -> Quantize:
+    """A config's `stages.quantize` with the asymmetric variants of its methods.
+
+    Raises ConfigError for methods that have none, and for a recipe that is yet to be solved for."""
+    methods = {settings.method, *(row.method for row in settings.recipe.rows)}
+    if settings.recipe.auto or (unfit := methods - {NONE, *WITH_ZEROS}):
+        what = "recipe: auto" if settings.recipe.auto else f"method {min(unfit)}"
+        raise ConfigError(
+            f"stages.quantize: {what} has no variant with zero points",
+            hint=f"methods that have: {', '.join(WITH_ZEROS)}",
+        )
+    rows = tuple(row.model_copy(update={"method": WITH_ZEROS.get(row.method, NONE)}) for row in settings.recipe.rows)
+    return settings.model_copy(
+        update={
+            "method": WITH_ZEROS.get(settings.method, NONE),
+            "recipe": settings.recipe.model_copy(update={"rows": rows}),
+            "kv_cache": "none",
+        }
+    )
+
+
+@contextmanager
+def quantize_draft(
+    engine: CheckpointFolder, folder: Path, settings: Quantize, progress: Progress
+) -> Iterator[CheckpointFolder]:
+    """`engine` quantized into a folder within `folder`, which is gone afterwards. Raises what quantizing raises."""
+    from pipeline.checkpoint.folder import CheckpointFolder
+    from pipeline.quantization.quantize import quantize_checkpoint
+    from pipeline.workspace import FolderWorkspace
+
+    draft = folder / DRAFT
+    try:
+        quantize_checkpoint(engine, FolderWorkspace(draft), settings=settings, progress=progress)
+        yield CheckpointFolder.open(draft)
+    finally:
+        shutil.rmtree(draft, ignore_errors=True)
