@@ -33,7 +33,10 @@ class Kept:
             commands.flush()
             answer = answers.readline().strip()
         except BaseException:
-            self.stop(0)
+            try:
+                self._tell(0)  # what it answers is of no use: the process id may be among it
+            finally:
+                self._close()
             raise
         if not answer.isdigit():
             self._close()

@@ -6,6 +6,7 @@ runs in explicit mode, so that a model whose process died can be loaded again.
 
 from __future__ import annotations
 
+import contextlib
 import os
 import re
 import secrets
@@ -98,9 +99,11 @@ class TritonServer:
 
     def drain(self) -> None:
         """From now on new requests are refused, over every protocol, and those in flight are answered. Triton itself
-        cannot do that: it takes what comes over open gRPC connections until it ends."""
+        cannot do that: it takes what comes over open gRPC connections until it ends; and so it does here where the
+        mark cannot be made, as on a full disk, which is no reason not to end."""
         if self._folder is not None:
-            self._drain_mark.touch()
+            with contextlib.suppress(OSError):
+                self._drain_mark.touch()
 
     def stop(self, *, grace: float | None = None) -> int | None:
         """Ends it: new requests are refused, those in flight have `self.grace` seconds; or the whole end has `grace`.

@@ -4,6 +4,7 @@ import contextlib
 import dataclasses
 import json
 import os
+import select
 import shutil
 import signal
 import socket
@@ -18,12 +19,13 @@ from pathlib import Path
 import pytest
 
 from pipeline.triton import installation as installations
+from pipeline.triton import kept
 from pipeline.triton import server as servers
 from pipeline.triton.addresses import Addresses
 from pipeline.triton.errors import ServerError
 from pipeline.triton.installation import find_installation
 from pipeline.triton.keeper import OWNER, claim_memory
-from pipeline.triton.processes import is_alive, remove_stale_memory
+from pipeline.triton.processes import PREFIX, is_alive, remove_stale_memory
 from pipeline.triton.server import TritonServer
 
 ROOT = Path(installations.__file__).parents[2]
@@ -287,6 +289,46 @@ def test_an_end_that_is_interrupted_is_made_at_once(tmp_path):
     asking.join()
     assert not any(is_alive(pid) for pid in processes)
     assert memory(server) == []
+
+
+class InterruptedAtStart(subprocess.Popen):
+    """A keeper that says which process it started just when who waits for that is interrupted."""
+
+    def __init__(self, *arguments, **options):
+        super().__init__(*arguments, **options)
+        self.said, self.stdout = self.stdout, self
+        self.read, self.close = self.said.read, self.said.close
+
+    def readline(self):
+        select.select([self.said], [], [], 30)
+        raise KeyboardInterrupt
+
+
+def test_a_start_that_is_interrupted_leaves_nothing(tmp_path, monkeypatch):
+    (tmp_path / "folder").mkdir()
+    job = {"command": ["sleep", "600"], "log": str(tmp_path / "log"), "start_in": str(tmp_path), "grace": 1}
+    job |= {"shared_memory_prefix": f"{PREFIX}_{os.getpid()}_kept_", "folder": str(tmp_path / "folder")}
+    keepers = []
+    monkeypatch.setattr(
+        kept.subprocess, "Popen", lambda *a, **b: keepers.append(InterruptedAtStart(*a, **b)) or keepers[0]
+    )
+    with pytest.raises(KeyboardInterrupt):
+        kept.Kept(job, dict(os.environ))
+    assert keepers[0].returncode == 0
+    assert not (tmp_path / "folder").exists()
+
+
+def test_a_full_disk_does_not_keep_a_server_from_ending(tmp_path, monkeypatch):
+    server = make(tmp_path)
+    server.start(deadline=120)
+    processes = [server.pid, *server.stubs]
+
+    def touch(path):
+        raise OSError(28, "No space left on device")
+
+    monkeypatch.setattr(Path, "touch", touch)
+    assert server.stop() == 0
+    assert not any(map(is_alive, processes))
 
 
 def test_nothing_is_left_when_the_owner_is_killed(tmp_path):
