@@ -130,6 +130,32 @@ def test_a_row_without_keys_is_nan_as_elsewhere(monkeypatch: pytest.MonkeyPatch)
     assert kernel(q, k, v, table, rows_of(table, 2), torch.full_like(bias, -math.inf)).isnan().all()
 
 
+def test_a_table_that_is_a_view(monkeypatch: pytest.MonkeyPatch) -> None:
+    kernel = compile_kernel(monkeypatch, torch.float32, 4, 2, native=True)
+    q, k, v, table, bias = draw(torch.float32, 4, 2, 1, [13, 40])
+    wider = torch.full((2, 9), -1, dtype=torch.int32)
+    wider[:, : table.shape[1]] = table
+    y = kernel(q, k, v, wider[:, : table.shape[1]], rows_of(table, 2), bias)
+    assert torch.equal(y, kernel(q, k, v, table, rows_of(table, 2), bias))
+
+
+@pytest.mark.parametrize("block", [-1, 11, 2**31 - 1])
+def test_a_block_that_is_none_is_refused_as_elsewhere(monkeypatch: pytest.MonkeyPatch, block: int) -> None:
+    kernel = compile_kernel(monkeypatch, torch.float32, 4, 2, native=True)
+    q, k, v, table, bias = draw(torch.float32, 4, 2, 1, [13, 40])
+    assert len(k) == 11
+    table[0, 1] = block
+    with pytest.raises(IndexError, match="none of the 11"):
+        kernel(q, k, v, table, rows_of(table, 2), bias)
+
+
+def test_a_bias_of_other_keys_is_refused(monkeypatch: pytest.MonkeyPatch) -> None:
+    kernel = compile_kernel(monkeypatch, torch.float32, 4, 2, native=True)
+    q, k, v, table, bias = draw(torch.float32, 4, 2, 1, [13, 40])
+    with pytest.raises(RuntimeError, match="expanded size"):
+        kernel(q, k, v, table, rows_of(table, 2), bias[..., :-SIZE])
+
+
 def test_a_bias_for_all_sequences(monkeypatch: pytest.MonkeyPatch) -> None:
     kernel = compile_kernel(monkeypatch, torch.float32, 4, 2, native=True)
     q, k, v, table, bias = draw(torch.float32, 4, 2, 1, [16, 16])

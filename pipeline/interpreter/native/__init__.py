@@ -28,6 +28,7 @@ SECONDS = 60
 _POINTER, _FLOAT, _INT, _LONG = ctypes.c_void_p, ctypes.c_float, ctypes.c_int, ctypes.c_long
 
 Function = Callable[..., None]
+Checked = Callable[..., int]  # 0, or 1 where it refused what it was given
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -37,7 +38,7 @@ class Functions:
     int4_linear: Function
     int8_linear: Function
     rms_norm: Function
-    attend_pages: Function
+    attend_pages: Checked
     takes: torch.dtype
 
 
@@ -62,10 +63,10 @@ def load_functions(*options: str) -> Functions | None:
         "int4_linear": [*[_POINTER] * 4, _INT, *[_LONG] * 4, _INT],
         "int8_linear": [*[_POINTER] * 4, _INT, *[_LONG] * 4, _INT],
         "rms_norm": [_INT, *[_POINTER] * 3, _FLOAT, *[_LONG] * 2],
-        "attend_pages": [_INT, *[_POINTER] * 7, *[_LONG] * 7, _INT],
+        "attend_pages": [_INT, *[_POINTER] * 7, *[_LONG] * 8, _INT],
     }
     functions = {name: getattr(loaded, name) for name in arguments}
     for name, function in functions.items():
-        function.argtypes, function.restype = arguments[name], None
+        function.argtypes, function.restype = arguments[name], _INT if name == "attend_pages" else None
     takes = torch.bfloat16 if _INT.in_dll(loaded, "takes_bf16").value else torch.float32
     return Functions(**functions, takes=takes)

@@ -7,9 +7,8 @@
 
 // e^x for x <= 0, to 2e-7 relative: 2^n times a polynomial in what is left (Cephes' expf). 0 below -87, NaN for NaN.
 INLINE float exponential(float x) {
-    const float clamped = x < -87.0f ? -87.0f : x;
-    const float n = floorf(clamped * 1.44269504f + 0.5f);
-    const float r = clamped - n * 0.693359375f + n * 2.12194440e-4f;
+    const float n = floorf((x > -87.0f ? x : -87.0f) * 1.44269504f + 0.5f);  // of NaN too a number: n becomes an int
+    const float r = x - n * 0.693359375f + n * 2.12194440e-4f;
     float p = 1.9875691500e-4f;
     p = p * r + 1.3981999507e-3f;
     p = p * r + 8.3334519073e-3f;
@@ -68,10 +67,12 @@ INLINE void attend_head(const int bf16, const void *q, const void *k_pool, const
 
 // q [batch, heads, width], pools [blocks, kv_heads, size, width or v_width], table [batch, columns],
 // bias [batch, columns * size], y [batch, heads, v_width]. `scores`: of each thread heads / kv_heads * (columns * size +
-// v_width) floats to work in.
-void attend_pages(int bf16, const void *q, const void *k_pool, const void *v_pool, const int32_t *table,
-                  const void *bias, void *y, float *scores, long batch, long heads, long kv_heads, long columns,
-                  long size, long width, long v_width, int threads) {
+// v_width) floats to work in. Returns 1, and computes nothing, where the table names a block that is none.
+int attend_pages(int bf16, const void *q, const void *k_pool, const void *v_pool, const int32_t *table,
+                 const void *bias, void *y, float *scores, long blocks, long batch, long heads, long kv_heads,
+                 long columns, long size, long width, long v_width, int threads) {
+    for (long i = 0; i < batch * columns; i++)
+        if (table[i] < 0 || table[i] >= blocks) return 1;
     const shape s = {batch, heads, kv_heads, columns, size, width, v_width};
     const long each = heads / kv_heads * (columns * size + v_width);
 #pragma omp parallel for num_threads(threads) schedule(static)
@@ -82,4 +83,5 @@ void attend_pages(int bf16, const void *q, const void *k_pool, const void *v_poo
         else
             attend_head(0, q, k_pool, v_pool, table, bias, y, s, i / kv_heads, i % kv_heads, own);
     }
+    return 0;
 }

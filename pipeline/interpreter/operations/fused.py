@@ -118,12 +118,13 @@ def compile_attend_pages(site: Site) -> Kernel:
             result: Tensor = attend_copies(q, gather(keys, table, rows), gather(values, table, rows), bias)
             return result
         batch, columns = table.shape
-        q, bias = q.contiguous(), bias.expand(batch, -1, -1, -1).contiguous()
-        y = torch.empty(batch, heads, 1, v_width, dtype=held)
         group, length = heads // kv_heads, columns * size
+        q, keys, values, table = (tensor.contiguous() for tensor in (q, keys, values, table))
+        bias = bias.expand(batch, 1, 1, length).contiguous()
+        y = torch.empty(batch, heads, 1, v_width, dtype=held)
         threads = torch.get_num_threads() if batch * heads * length * width >= FEWEST_SHARED else 1
         scratch = torch.empty(threads, group * (length + v_width))
-        functions.attend_pages(
+        refused = functions.attend_pages(
             held is torch.bfloat16,
             q.data_ptr(),
             keys.data_ptr(),
@@ -132,6 +133,7 @@ def compile_attend_pages(site: Site) -> Kernel:
             bias.data_ptr(),
             y.data_ptr(),
             scratch.data_ptr(),
+            len(keys),
             batch,
             heads,
             kv_heads,
@@ -141,6 +143,8 @@ def compile_attend_pages(site: Site) -> Kernel:
             v_width,
             threads,
         )
+        if refused:
+            raise IndexError(f"the block table names blocks that are none of the {len(keys)} of the cache")
         return y
 
     return attend
