@@ -1,12 +1,12 @@
-"""INT4 on the CPU: the interpreter in fast mode against transformers (bf16, eager) and llama.cpp (Q4_0).
+"""INT4 on the CPU: the interpreter in fast mode against transformers (16-bit, eager) and llama.cpp (Q4_0).
 
     python -m benchmarks.int4            # exit status 1 where a bar is missed
 
 A Llama of 254M random weights. All sides take their weights from the same bf16 tensors, each rounded to its own 4-bit
 format: INT4 in groups of 128 here, Q4_0 (groups of 32) there. The head is INT8 here and Q8_0 there, or bf16 on both
-sides (`--head BF16`), and always bf16 in transformers; the embedding, of which a token reads one row, is as the head
-there and bf16 here. Prompts are the same tokens; what is generated differs, which costs nothing. Decoding is timed from
-the moment every sequence has its first token, prefill up to the first token.
+sides (`--head BF16`), and bf16 in transformers, or fp32 where the processor is slow in bf16; the embedding, of which a
+token reads one row, is as the head there and bf16 here. Prompts are the same tokens; what is generated differs, which
+costs nothing. Decoding is timed from the moment every sequence has its first token, prefill up to the first token.
 
 llama.cpp comes from PyPI's prebuilt wheel in an environment of its own, out/peers/xllamacpp, made when missing. The
 three take turns, round after round, with equal threads; a round's ratio is held against the bar by its median, and CPU
@@ -206,11 +206,12 @@ def main() -> int:
     peer = LlamaCpp(file, options.peers / "xllamacpp", options.threads)
     sides: dict[str, Side] = {
         "interpreter": run_interpreter(runner),
-        "transformers": run_transformers(model),
+        "transformers": run_transformers(llama.widen_where_slow(model)),
         "llama.cpp": peer,
     }
     parameters = sum(parameter.numel() for parameter in model.parameters())
-    print(json.dumps({"parameters": parameters, "threads": options.threads, "llama.cpp": peer.system}))
+    setting = {"parameters": parameters, "threads": options.threads, "transformers_dtype": str(model.dtype)}
+    print(json.dumps({**setting, "llama.cpp": peer.system}))
     try:
         met = True
         for case in CASES:
