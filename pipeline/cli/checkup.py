@@ -21,7 +21,7 @@ WANTED_MEMORY, WANTED_DISK = 8 << 30, 10 << 30
 # Kernel's name in /proc/cpuinfo -> what it serves here.
 CPU_FEATURES = {
     "avx2": "needed",
-    "avx512f": "INT4 kernels",
+    "avx512f": "16-bit weights and KV cache in fast mode, which are fp32 without",
     "avx512_vnni": "8-bit products",
     "avx512_bf16": "bfloat16 products",
     "amx_tile": "matrix tiles",
@@ -94,12 +94,14 @@ def _check_libraries(_: Path) -> Iterator[Finding]:
 
 
 def _check_compiler(_: Path) -> Iterator[Finding]:
-    compiler = next(filter(None, map(shutil.which, ("cc", "gcc", "clang"))), None)
+    from pipeline.interpreter.native import find_compiler
+
+    compiler = find_compiler()
     yield Finding(
         subject="C compiler",
         found=compiler or "none",
         verdict="ok" if compiler else "warning",
-        advice="" if compiler else "needed only by a library that has no wheel for this Python: gcc or clang",
+        advice="" if compiler else "install gcc or clang, or name one in CC: without, serving on the CPU is slower",
     )
 
 

@@ -74,3 +74,19 @@ def test_little_room_is_a_warning_and_no_permission_a_failure(find, monkeypatch)
     assert find("processor").verdict == "failed"
     monkeypatch.setattr(checkup.os, "access", lambda *_: False)
     assert find("disk").verdict == "failed"
+
+
+@pytest.mark.parametrize(
+    ("named", "there", "found"),
+    [("", ["cc"], "/bin/cc"), ("", ["gcc", "cc"], "/bin/gcc"), ("my-cc", ["my-cc", "gcc"], "/bin/my-cc")],
+)
+def test_the_compiler_is_the_one_that_the_interpreter_asks(find, monkeypatch, named, there, found):
+    monkeypatch.setenv("CC", named)
+    monkeypatch.setattr(shutil, "which", lambda name: f"/bin/{name}" if name in there else None)
+    assert (find("C compiler").found, find("C compiler").verdict) == (found, "ok")
+
+
+def test_without_a_compiler_it_is_said_what_is_lost(find, monkeypatch):
+    monkeypatch.setattr(shutil, "which", lambda name: None)
+    assert find("C compiler").verdict == "warning"
+    assert "serving on the CPU is slower" in find("C compiler").advice

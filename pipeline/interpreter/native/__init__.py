@@ -24,6 +24,7 @@ if TYPE_CHECKING:
 
 SOURCES = tuple(Path(__file__).with_name(name) for name in ("linear.c", "norm.c", "attention.c"))
 FLAGS = ("-O3", "-march=native", "-fopenmp", "-shared", "-fPIC")
+COMPILERS = ("gcc", "cc", "clang")
 SECONDS = 60
 _POINTER, _FLOAT, _INT, _LONG = ctypes.c_void_p, ctypes.c_float, ctypes.c_int, ctypes.c_long
 
@@ -42,13 +43,19 @@ class Functions:
     takes: torch.dtype
 
 
+def find_compiler() -> str | None:
+    """What $CC names; without it the first of the usual ones that is here."""
+    names = (os.environ["CC"],) if os.environ.get("CC") else COMPILERS
+    return next(filter(None, map(shutil.which, names)), None)
+
+
 @functools.cache
 def load_functions(*options: str) -> Functions | None:
     """None where they cannot be compiled here. `options`: more of the compiler's (-DPORTABLE: fp32 products, which is
     what most processors run, also where there are bf16 ones)."""
     import torch
 
-    compiler = shutil.which(os.environ.get("CC", "gcc"))
+    compiler = find_compiler()
     if compiler is None:
         return None
     with tempfile.TemporaryDirectory() as folder:

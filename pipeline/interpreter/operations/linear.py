@@ -69,7 +69,8 @@ def compile_linear_packed(site: Site) -> Kernel:
 
 def compile_linears_packed(site: Site) -> Kernel:
     """x [T, in] times several weights side by side. Inputs: x, then of each what linear_packed takes. Few rows go to a
-    kernel for packed weights, more to a product with the weights dequantized, for which a 16-bit copy is kept."""
+    kernel for packed weights, more to a product with the weights dequantized, of which a copy is kept: in bf16, or in
+    fp32 where the processor is slow in bf16."""
     transposed = site.attribute("op1") == "transpose"
     starts = range(1, len(site.inputs), 3)
     specs = [site.spec(start + 1) for start in starts]
