@@ -4,8 +4,10 @@ nothing else."""
 from __future__ import annotations
 
 import multiprocessing
+import os
+import tempfile
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Generator, Iterator
 from multiprocessing.connection import Connection
 from typing import Any
 
@@ -17,13 +19,20 @@ class LostError(Exception):
     """Why no further result comes."""
 
 
-def stream(work: Callable[..., Iterator[Any]], arguments: tuple[Any, ...], *, patience: float, until: float) -> Any:
+def stream(
+    work: Callable[..., Iterator[Any]], arguments: tuple[Any, ...], *, patience: float, until: float
+) -> Generator[Any]:
     """What `work(*arguments)` yields, as it comes; all of it can be pickled, and `work` can be imported. Raises
     LostError where that raises, where its process dies, where nothing comes for `patience` seconds, and at `until`, of
-    time.monotonic()."""
+    time.monotonic(). Its temporary files go with it, also where it cannot remove them any more."""
+    with tempfile.TemporaryDirectory(ignore_cleanup_errors=True) as folder:
+        yield from _stream((work, arguments, folder), patience, until)
+
+
+def _stream(job: tuple[Any, ...], patience: float, until: float) -> Iterator[Any]:
     context = multiprocessing.get_context("spawn")  # a fork would inherit CUDA's state, which is of no use in it
     receiving, sending = context.Pipe(duplex=False)
-    process = context.Process(target=_send_all, args=(sending, work, arguments), daemon=True)
+    process = context.Process(target=_send_all, args=(sending, *job), daemon=True)
     process.start()
     sending.close()
     try:
@@ -51,7 +60,8 @@ def describe_error(error: BaseException) -> str:
     return " ".join(f"{type(error).__name__}: {error}".split())[:LONGEST_WORDS]
 
 
-def _send_all(sending: Connection, work: Callable[..., Iterator[Any]], arguments: tuple[Any, ...]) -> None:
+def _send_all(sending: Connection, work: Callable[..., Iterator[Any]], arguments: tuple[Any, ...], folder: str) -> None:
+    os.environ["TMPDIR"] = tempfile.tempdir = folder
     try:
         for result in work(*arguments):
             sending.send((RESULT, result))

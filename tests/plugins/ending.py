@@ -3,9 +3,11 @@
 from __future__ import annotations
 
 import os
+import tempfile
 import time
 from collections.abc import Iterator
 from dataclasses import replace
+from pathlib import Path
 from typing import TYPE_CHECKING
 
 if TYPE_CHECKING:
@@ -19,6 +21,15 @@ def count_to(number: int, then: str) -> Iterator[int]:
     if then == "die":
         os._exit(7)
     if then == "hang":
+        time.sleep(60)
+
+
+def write_and_hang(amount: int) -> Iterator[str]:
+    """Gives the place of a file that nothing but its own process would remove."""
+    with tempfile.TemporaryDirectory() as folder:
+        place = Path(folder) / "engine"
+        place.write_bytes(bytes(amount))
+        yield str(place)
         time.sleep(60)
 
 

@@ -22,7 +22,7 @@ from pipeline.errors import CompatibilityError
 from plugins.carried import Carried
 from plugins.operation import Operation
 from plugins.simulator import Simulator
-from tests.plugins.ending import count_to, lose_the_first
+from tests.plugins.ending import count_to, lose_the_first, write_and_hang
 from tests.plugins.test_rope_paged_kv import HEADS
 
 ROWS = [(Row(operation="rope_paged_kv", model="tiny", step=step, sources=()), HEADS) for step in STEPS]
@@ -53,6 +53,14 @@ def test_nothing_lasts_beyond_its_time() -> None:
     with pytest.raises(LostError):
         list(stream(count_to, (2, "hang"), patience=60, until=began + 4))
     assert time.monotonic() - began < 10
+
+
+def test_what_is_cut_off_leaves_no_files() -> None:
+    running = stream(write_and_hang, (5,), patience=60, until=time.monotonic() + 60)
+    place = Path(next(running))
+    assert place.stat().st_size == 5
+    running.close()
+    assert not place.parent.exists()
 
 
 def never_answer(*_: object, **__: object) -> Iterator[Row]:
