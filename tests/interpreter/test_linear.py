@@ -72,7 +72,9 @@ def test_fast_int4_is_within_bf16_roundings_for_few_rows_and_as_declared_for_man
     for rows in (x, x[: kernel.most_rows]):
         fast, exact = run(program, "fast", rows), rows.double() @ wide
         # Input, scale and weight are each rounded to bf16 at most (2^-9, relative), independently: far below their sum.
-        bound = 3 * 2**-9 * (rows.double().abs() @ wide.abs())
+        # In fp32 nothing is but the sums, except by torch's kernel.
+        unrounded = FAST is torch.float32 and (kernel.name == "native" or rows is x)
+        bound = (2**-20 if unrounded else 3 * 2**-9) * (rows.double().abs() @ wide.abs())
         assert fast.dtype == FAST
         assert ((fast.double() - exact).abs() <= bound).all()
         assert (fast.double() - exact).abs().mean() < bound.mean() / 8
