@@ -54,6 +54,21 @@ def test_the_same_tensors_as_the_method_that_rounds(original: Subject, method: s
         assert torch.equal(baseline.source.read(name).to_torch(), written.read(name).to_torch()), name
 
 
+def test_an_original_of_another_type_is_rounded_in_the_quantized_checkpoint_s(
+    original: Subject, tmp_path: Path
+) -> None:
+    awq, rtn = quantize(original, "awq"), quantize(original, "rtn")
+    other = describe_subject(convert(original.folder.path.parent / "hf", tmp_path / "engine", "float32"), "other")
+    baseline = make_baseline(other, awq)
+    assert baseline is not None and baseline.dtype == "bfloat16"
+    assert dict(baseline.source.tensors) == dict(rtn.source.tensors)
+    for name in rtn.source.tensors:
+        found, expected = (source.read(name).to_torch().float() for source in (baseline.source, rtn.source))
+        assert torch.equal(found, expected), name
+    plan = Plan(files=[original.folder.path.parent / "text.txt"], tokens=64, window=32)
+    assert compare_subjects([other, awq], plan, SILENT).baseline is not None
+
+
 def test_fp8_keeps_its_inputs_and_the_cache_its_range(original: Subject) -> None:
     """The weights to nearest by torch's own cast, in steps of the largest over 448."""
     quantized = quantize(original, "fp8", kv_cache="fp8")
