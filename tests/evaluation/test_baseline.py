@@ -12,6 +12,7 @@ import torch
 from pipeline.checkpoint.folder import CheckpointFolder
 from pipeline.evaluation.baseline import LABEL, make_baseline
 from pipeline.evaluation.comparison import Plan, compare_subjects
+from pipeline.evaluation.scores import SUMS
 from pipeline.evaluation.subject import Subject, describe_subject
 from pipeline.progress import SILENT
 from pipeline.quantization.quantize import quantize_checkpoint
@@ -100,6 +101,8 @@ def test_its_part_in_a_comparison(original: Subject, tmp_path: Path) -> None:
     losses = [math.log(each.tally.perplexity / first.tally.perplexity) for each in (second, found.baseline)]
     share = losses[0] / losses[1] if losses[1] > 0 else None
     assert document["checkpoints"][1]["baseline_share"] == (pytest.approx(share) if share else None)
+    first.tally.sums[:, SUMS.index("nll")] += 1e6  # a perplexity beyond all numbers
+    assert math.isinf(first.tally.perplexity) and found.to_json()["checkpoints"][0]["perplexity"] == math.inf
     assert compare_subjects([original, awq], dataclasses.replace(plan, baseline=False), SILENT).baseline is None
 
 
