@@ -84,17 +84,21 @@ class _Reader:
         start = -(-self.file.tell() // alignment) * alignment
         for tensor, offset in found:
             if start + offset + tensor.nbytes > self.nbytes:
-                self._fail(f"ends before its tensor {tensor.name} does, at {start + offset + tensor.nbytes} bytes")
+                self._fail(
+                    f"ends before its tensor {tensor.name[:200]!a} does, at {start + offset + tensor.nbytes} bytes"
+                )
         return GgufHeader(version=version, values=values, tensors=tuple(tensor for tensor, _ in found))
 
     def _tensor(self) -> tuple[GgufTensor, int]:
         name, dimensions = self._text(MAX_KEY), self._number("I")
         if dimensions > MAX_DIMENSIONS:
-            self._fail(f"has a tensor of {dimensions} dimensions, {name}")
+            self._fail(f"has a tensor of {dimensions} dimensions, {name[:200]!a}")
         sizes = tuple(self._number("Q") for _ in range(dimensions))
         kind = self._number("I")
         if kind not in TYPES:
-            self._fail(f"has the tensor {name} of type {kind}, which is not known", "a later trtseek may know it")
+            self._fail(
+                f"has the tensor {name[:200]!a} of type {kind}, which is not known", "a later trtseek may know it"
+            )
         dtype, elements, nbytes = TYPES[kind]
         size = math.prod(sizes) // elements * nbytes
         return GgufTensor(name=name, dtype=dtype, shape=sizes[::-1], nbytes=size), self._number("Q")
