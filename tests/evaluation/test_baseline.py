@@ -10,6 +10,7 @@ import pytest
 import torch
 
 from pipeline.checkpoint.folder import CheckpointFolder
+from pipeline.errors import CheckpointError
 from pipeline.evaluation.baseline import LABEL, make_baseline
 from pipeline.evaluation.comparison import Plan, compare_subjects
 from pipeline.evaluation.scores import SUMS
@@ -111,3 +112,17 @@ def test_there_is_none_of_what_others_made_or_of_what_is_rounded_already(origina
     assert make_baseline(original, original) is None
     assert make_baseline(awq, awq) is None
     assert make_baseline(original, quantize(original, "int8")) is None
+
+
+def test_a_report_of_another_s_is_not_read_and_a_damaged_one_is_named(original: Subject, tmp_path: Path) -> None:
+    awq = quantize(original, "awq")
+    for file in awq.folder.path.iterdir():
+        (tmp_path / file.name).write_bytes(file.read_bytes())
+    report = tmp_path / "quantization.json"
+    for text in ("[]", "{}", '{"bits": 4}', "{"):
+        report.write_text(text)
+        with pytest.raises(CheckpointError, match=r"quantization\.json is not what the quantize stage writes"):
+            make_baseline(original, describe_subject(CheckpointFolder.open(tmp_path), "damaged"))
+    hub = dataclasses.replace(awq, folder=CheckpointFolder.open(original.folder.path.parent / "hf"))
+    (hub.folder.path / "quantization.json").write_text('{"bits": 4}')
+    assert make_baseline(original, hub) is None
