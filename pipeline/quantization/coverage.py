@@ -49,7 +49,7 @@ class Spread:
             self._sums = [torch.zeros(x.shape[1], dtype=torch.float64) for _ in range(PARTS)]
             self._peaks = [torch.zeros(x.shape[1]) for _ in range(PARTS)]
         samples = (positions // self.length) % PARTS
-        for part in samples.unique().tolist():
+        for part in set(samples.tolist()):
             rows = magnitudes[samples == part]
             self._sums[part] += rows.sum(0, dtype=torch.float64)
             self._peaks[part] = torch.maximum(self._peaks[part], rows.amax(0).float())
