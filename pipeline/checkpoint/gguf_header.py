@@ -32,7 +32,7 @@ TYPES = {
 # Values of one size, by the format's number for their type, as struct spells them; then text and lists.
 PLAIN = dict(zip((0, 1, 2, 3, 4, 5, 6, 7, 10, 11, 12), "BbHhIif?Qqd", strict=True))
 TEXT, LIST = 8, 9
-MAX_KEY, MAX_DIMENSIONS = 65535, 4
+MAX_KEY, MAX_TEXT, MAX_DIMENSIONS = 65535, 1 << 26, 4  # bytes of a name and of a text; the files have gigabytes
 DAMAGED = "the file is damaged or was cut short; download or copy it again"
 
 
@@ -84,17 +84,21 @@ class _Reader:
         start = -(-self.file.tell() // alignment) * alignment
         for tensor, offset in found:
             if start + offset + tensor.nbytes > self.nbytes:
-                self._fail(f"ends before its tensor {tensor.name} does, at {start + offset + tensor.nbytes} bytes")
+                self._fail(
+                    f"ends before its tensor {tensor.name[:200]!a} does, at {start + offset + tensor.nbytes} bytes"
+                )
         return GgufHeader(version=version, values=values, tensors=tuple(tensor for tensor, _ in found))
 
     def _tensor(self) -> tuple[GgufTensor, int]:
         name, dimensions = self._text(MAX_KEY), self._number("I")
         if dimensions > MAX_DIMENSIONS:
-            self._fail(f"has a tensor of {dimensions} dimensions, {name}")
+            self._fail(f"has a tensor of {dimensions} dimensions, {name[:200]!a}")
         sizes = tuple(self._number("Q") for _ in range(dimensions))
         kind = self._number("I")
         if kind not in TYPES:
-            self._fail(f"has the tensor {name} of type {kind}, which is not known", "a later trtseek may know it")
+            self._fail(
+                f"has the tensor {name[:200]!a} of type {kind}, which is not known", "a later trtseek may know it"
+            )
         dtype, elements, nbytes = TYPES[kind]
         size = math.prod(sizes) // elements * nbytes
         return GgufTensor(name=name, dtype=dtype, shape=sizes[::-1], nbytes=size), self._number("Q")
@@ -103,7 +107,7 @@ class _Reader:
         if kind in PLAIN:
             return self._number(PLAIN[kind])
         if kind == TEXT:
-            return self._text(self.nbytes)
+            return self._text(MAX_TEXT)
         if kind != LIST:
             self._fail(f"has a value of type {kind}, which is not known")
         item, count = self._number("I"), self._number("Q")
@@ -118,7 +122,9 @@ class _Reader:
 
     def _text(self, most: int) -> str:
         size = self._number("Q")
-        return self._take(size if size <= most else self.nbytes + 1).decode("utf-8", "replace")
+        if size > most:
+            self._fail(f"has a text of {size} bytes in its header")
+        return self._take(size).decode("utf-8", "replace")
 
     def _number(self, spelling: str) -> Any:
         return struct.unpack(f"<{spelling}", self._take(struct.calcsize(spelling)))[0]

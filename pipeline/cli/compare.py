@@ -111,7 +111,7 @@ COLUMNS: Sequence[tuple[str, str, Callable[[Any], str]]] = (
     ("max_kl", "max KL", _number(".3g")),
     ("top1_agreement", "top-1", _number(".2%")),
     ("top5_overlap", "top-5", _number(".2%")),
-    ("baseline_share", "loss of baseline's", _share),
+    ("baseline_share", "loss / baseline's", _share),
 )
 
 

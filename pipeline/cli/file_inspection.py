@@ -100,8 +100,8 @@ def _describe_gguf(path: Path) -> Document:
 
 
 def is_gguf_folder(path: Path) -> bool:
-    """One that `export --format gguf` wrote, or another with one such file."""
-    return len(list(path.glob("*.gguf"))) == 1
+    """One that `export --format gguf` wrote, or another with one such file and no checkpoint beside it."""
+    return len(list(path.glob("*.gguf"))) == 1 and not any(path.glob("*.safetensors"))
 
 
 def describe_gguf_folder(path: Path) -> Document:

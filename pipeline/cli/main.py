@@ -81,7 +81,8 @@ def cli() -> None:
 def main(arguments: Sequence[str] | None = None) -> NoReturn:
     """Runs the command line and leaves with its exit code."""
     signal.signal(signal.SIGTERM, _terminate)
-    signal.signal(signal.SIGINT, _interrupt)
+    if signal.getsignal(signal.SIGINT) is signal.default_int_handler:  # a shell's background jobs ignore it
+        signal.signal(signal.SIGINT, _interrupt)
     if list(sys.argv[1:] if arguments is None else arguments)[:1] in [[verb] for verb in QUICK]:
         gc.disable()
     try:
@@ -89,7 +90,8 @@ def main(arguments: Sequence[str] | None = None) -> NoReturn:
     except KeyboardInterrupt:  # a second Ctrl-C, while the first was being dealt with
         code = INTERRUPTED
     # What is left is Python's own end, which waits for threads: another Ctrl-C cuts it short, without a traceback.
-    signal.signal(signal.SIGINT, signal.SIG_DFL)
+    if signal.getsignal(signal.SIGINT) is not signal.SIG_IGN:
+        signal.signal(signal.SIGINT, signal.SIG_DFL)
     sys.exit(code)
 
 

@@ -59,6 +59,7 @@ def print_fields(document: Mapping[str, Any], *, indent: int = 0) -> None:
     margin = " " * indent
     width = max((len(key) for key, value in document.items() if not _is_nested(value)), default=0)
     for key, value in document.items():
+        key = _make_printable(key)
         if not _is_nested(value):
             click.echo(f"{margin}{key.ljust(width)}  {_spell(value, key)}")
             continue
@@ -100,4 +101,11 @@ def _spell(value: Any, name: str) -> str:
         if len(value) > MANY:
             return f"{', '.join(_spell(item, name) for item in value[: MANY - 1])} and {len(value) - MANY + 1} more"
         return ", ".join(_spell(item, name) for item in value)
-    return format_bytes(value) if isinstance(value, int) and name.endswith("bytes") else str(value)
+    if isinstance(value, int) and name.endswith("bytes"):
+        return format_bytes(value)
+    return _make_printable(str(value))
+
+
+def _make_printable(text: str) -> str:
+    """What a file says of itself may hold lines, or what a terminal obeys."""
+    return text if text.isprintable() else ascii(text)[1:-1]

@@ -10,8 +10,9 @@ from dataclasses import replace
 from typing import TYPE_CHECKING
 
 from pipeline.checkpoint.block_scales import read_weight
+from pipeline.checkpoint.engine_config import OWN_KEY
 from pipeline.checkpoint.layouts.scales import ACTIVATION_SCALES, BLOCK_SCALES, CACHE_SCALES, find_format
-from pipeline.checkpoint.tensors import RawTensor, TensorInfo
+from pipeline.checkpoint.tensors import DTYPES, MODEL_DTYPES, RawTensor, TensorInfo
 from pipeline.quantization.formats import FORMATS
 from pipeline.quantization.problem import Treatment
 from pipeline.quantization.report import REPORT, QuantizationReport
@@ -24,6 +25,7 @@ if TYPE_CHECKING:
 
     from pipeline.evaluation.subject import Subject
 
+FLOATS = frozenset(MODEL_DTYPES.values())
 LABEL = "round to nearest (baseline)"
 # Format -> the method whose format it is rounded to. What range an 8-bit input has without the scale that a method gave
 # it is known of fp8 alone: else the baseline leaves inputs in 16 bits.
@@ -38,8 +40,8 @@ NEAREST = {
 
 
 class RoundedSource:
-    """A TensorSource: `original` with `linears` rounded as they are read. Ranges of inputs and cache, which no rounding
-    of weights changes, are `quantized`'s."""
+    """A TensorSource: `original` in `quantized`'s type, with `linears` rounded as they are read. Ranges of inputs and
+    cache, which no rounding of weights changes, are `quantized`'s."""
 
     def __init__(self, original: Subject, quantized: Subject, linears: Mapping[str, Linear]) -> None:
         self._original, self._quantized = original.source, quantized.source
@@ -53,7 +55,7 @@ class RoundedSource:
         ranges = {name: info for name, info in quantized.source.tensors.items() if name.endswith(CACHE_SCALES)}
         self._borrowed = {*ranges, *(name for name in described if name.endswith(ACTIVATION_SCALES))}
         stale = {f"{name}.{BLOCK_SCALES}" for name in linears}
-        kept = {name: info for name, info in original.source.tensors.items() if name not in stale}
+        kept = {name: self._retype(info) for name, info in original.source.tensors.items() if name not in stale}
         self.tensors: Mapping[str, TensorInfo] = kept | ranges | described
 
     def read(self, name: str) -> RawTensor:
@@ -61,13 +63,24 @@ class RoundedSource:
             return self._quantized.read(name)
         linear = self._linears.get(name)
         if linear is None:
-            return self._original.read(name)
+            return self._cast(self._original.read(name), self.tensors[name].dtype)
         if name not in self._made:
+            stored = self._original.tensors[f"{linear.name}.weight"].dtype
             weight = read_weight(self._original, f"{linear.name}.weight")
+            weight = weight.to(self._dtype) if stored in FLOATS else weight
             packed = FORMATS[linear.format].pack(linear, weight, Treatment(input_amax=1.0), self._dtype)
             names = [info.name for info in FORMATS[linear.format].describe(linear)]
             self._made = dict(zip(names, packed, strict=True))
         return self._made[name]
+
+    def _retype(self, info: TensorInfo) -> TensorInfo:
+        """In a type that the model computes in, where the quantized checkpoint has it in another of them."""
+        other = self._quantized.tensors.get(info.name, info).dtype
+        return info._replace(dtype=other) if {info.dtype, other} <= FLOATS else info
+
+    @staticmethod
+    def _cast(raw: RawTensor, dtype: str) -> RawTensor:
+        return raw if raw.dtype == dtype else RawTensor.from_torch(raw.to_torch().to(model_dtype(DTYPES[dtype][1])))
 
     def release(self, name: str) -> None:
         self._made = {}
@@ -77,9 +90,9 @@ class RoundedSource:
 
 def make_baseline(original: Subject, quantized: Subject) -> Subject | None:
     """The baseline of a checkpoint that the quantize stage wrote; None of any other, where rounding to nearest is what
-    it is already, and where `original` has not the weights to round."""
+    it is already, and where `original` has not the weights to round. Raises CheckpointError for a damaged report."""
     file = quantized.folder.path / REPORT
-    if not file.is_file():
+    if OWN_KEY not in quantized.folder.config or not file.is_file():
         return None
     rows = QuantizationReport.read(file).linears
     weights = original.source.tensors

@@ -5,7 +5,6 @@ Text quality with its worst prompts, drift over long contexts, and tasks; each o
 
 from __future__ import annotations
 
-import math
 from collections.abc import Sequence
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any
@@ -72,13 +71,13 @@ class Comparison:
         return {"checkpoints": rows, "baseline": baseline, "samples": self.samples}
 
     def _describe(self, measure: Measure) -> dict[str, Any]:
-        ratio, share = self._ratio(measure), None
-        if self.baseline is not None and (whole := math.log(self._ratio(self.baseline))) > 0:
-            share = math.log(ratio) / whole
+        ratio, share = measure.tally.perplexity / self.quality[0].tally.perplexity, None
+        if self.baseline is not None and (whole := self._lose(self.baseline)) > 0:
+            share = self._lose(measure) / whole
         return {**measure.to_json(), "perplexity_ratio": ratio, "baseline_share": share}
 
-    def _ratio(self, measure: Measure) -> float:
-        return measure.tally.perplexity / self.quality[0].tally.perplexity
+    def _lose(self, measure: Measure) -> float:
+        return measure.tally.mean("nll") - self.quality[0].tally.mean("nll")
 
 
 def compare_subjects(

@@ -7,7 +7,7 @@ from contextlib import contextmanager
 from typing import TYPE_CHECKING
 
 from pipeline.errors import ConfigError
-from pipeline.quantization.selection import NONE, WITH_ZEROS
+from pipeline.quantization.selection import HEAD, NONE, WITH_ZEROS
 
 if TYPE_CHECKING:
     from collections.abc import Iterator
@@ -23,13 +23,18 @@ DRAFT = "draft"
 def choose_zero_points(settings: Quantize) -> Quantize:
     """A config's `stages.quantize` with the asymmetric variants of its methods.
 
-    Raises ConfigError for methods that have none, and for a recipe that is yet to be solved for."""
+    Raises ConfigError for methods that have none, a recipe that is yet to be solved for, and a quantized head."""
     methods = {settings.method, *(row.method for row in settings.recipe.rows)}
     if settings.recipe.auto or (unfit := methods - {NONE, *WITH_ZEROS}):
         what = "recipe: auto" if settings.recipe.auto else f"method {min(unfit)}"
         raise ConfigError(
             f"stages.quantize: {what} has no variant with zero points",
             hint=f"methods that have: {', '.join(WITH_ZEROS)}",
+        )
+    if settings.rules.head_method != NONE:
+        raise ConfigError(
+            "stages.quantize: lm_head would have zero points, and readers of the format take an output head of 16 bits",
+            hint=f"leave {HEAD} out of include, and lm_head out of recipe",
         )
     rows = tuple(row.model_copy(update={"method": WITH_ZEROS.get(row.method, NONE)}) for row in settings.recipe.rows)
     return settings.model_copy(

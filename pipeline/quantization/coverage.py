@@ -113,8 +113,10 @@ def _round(value: float) -> float:
 def summarize(layers: Mapping[str, Mapping[str, Mapping[str, float]]]) -> dict[str, Any]:
     """quantization.json's "coverage": `layers` by layer and input, and of all of them the lowest score, the largest
     change, and those that more text would change; `saturation`: as samples are added, how far the scales still were
-    from where they ended, over all inputs."""
+    from where they ended, over the same inputs each time: those that had the most shares."""
     rows = [(layer, name, row) for layer, inputs in layers.items() for name, row in inputs.items()]
+    most = max((len(SHARES.keys() & row.keys()) for _, _, row in rows), default=0)
+    settling = [row for _, _, row in rows if len(SHARES.keys() & row.keys()) == most]
     changing = [(layer, name) for layer, name, row in rows if row["change"] > CHANGED]
     return {
         "score": min((row["score"] for _, _, row in rows), default=None),
@@ -123,7 +125,7 @@ def summarize(layers: Mapping[str, Mapping[str, Mapping[str, float]]]) -> dict[s
         "saturation": [
             {"share": 1 / count, "mean": _round(sum(found) / len(found)), "largest": max(found)}
             for name, count in (SHARES | {"change": 2}).items()
-            if (found := [row[name] for _, _, row in rows if name in row])
+            if (found := [row[name] for row in settling if name in row])
         ],
         "changing": [f"{layer}.{name}" for layer, name in changing],
         "layers": layers,

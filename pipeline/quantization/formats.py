@@ -22,6 +22,7 @@ from pipeline.checkpoint.layouts.scales import (
 from pipeline.checkpoint.tensors import RawTensor, TensorInfo
 from pipeline.errors import QuantizationError
 from pipeline.quantization import fp8, int4, int8, w4a8
+from pipeline.quantization.int4_grids import ASYMMETRIC_SCALES
 
 if TYPE_CHECKING:
     from pipeline.quantization.problem import Treatment
@@ -71,7 +72,7 @@ def _pack_int4_zeros(
     tensors = int4.quantize_with_zeros(
         weight,
         linear.group_size,
-        scale_dtype=scale_dtype,
+        scale_dtype=ASYMMETRIC_SCALES,
         limits=treatment.limits,
         name=f"{linear.name}.weight",
     )

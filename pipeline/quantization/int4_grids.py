@@ -18,6 +18,7 @@ if TYPE_CHECKING:
     from torch import Tensor
 
 LOWEST, HIGHEST = -8, 7
+ASYMMETRIC_SCALES = torch.float16  # of every format that has zero points, whatever the model's type
 
 # (smallest weight, largest, limits, scale type) -> (s, z), in float32; z None where it is 0. `limits` bounds the range
 # on either side: larger weights are clipped. s is rounded to the type *before* weights are divided by it, so that an

@@ -10,7 +10,7 @@ import torch
 
 from pipeline.checkpoint.block_scales import read_weight
 from pipeline.quantization.folding import Adjustments, realise
-from pipeline.quantization.int4_grids import asymmetric, symmetric
+from pipeline.quantization.int4_grids import ASYMMETRIC_SCALES, asymmetric, symmetric
 from pipeline.quantization.linear_inputs import LinearInputs
 from pipeline.quantization.methods import CHOOSERS
 from pipeline.quantization.moments import Factors
@@ -110,7 +110,7 @@ def plan_layer(
             realise=_refuse_vector
             if has_zeros and group.fold is None
             else partial(realise, fold=group.fold, source=source, dtype=dtype),
-            scale_dtype=dtype,
+            scale_dtype=ASYMMETRIC_SCALES if has_zeros else dtype,
             clip=clip,
             grid=asymmetric if has_zeros else symmetric,
             moments=looks.moments(group, members) if looks is not None and METHODS[method].moments else {},

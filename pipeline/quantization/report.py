@@ -10,6 +10,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from pipeline.checkpoint.layouts.scales import PRESCALE, ZEROS
+from pipeline.errors import CheckpointError
 from pipeline.quantization.kv_cache import CACHE_FORMATS
 
 if TYPE_CHECKING:
@@ -101,9 +102,15 @@ class QuantizationReport:
 
     @staticmethod
     def read(path: Path) -> QuantizationReport:
-        """What `write` wrote."""
-        values = json.loads(path.read_text(encoding="utf-8"))
-        return QuantizationReport(**{key: value for key, value in values.items() if key not in ("ratio", "heat_map")})
+        """What `write` wrote. Raises CheckpointError, naming the file, for anything else."""
+        try:
+            values = json.loads(path.read_text(encoding="utf-8"))
+            kept = {key: value for key, value in values.items() if key not in ("ratio", "heat_map")}
+            return QuantizationReport(**kept)
+        except (ValueError, TypeError, AttributeError) as error:
+            raise CheckpointError(
+                f"{path} is not what the quantize stage writes", hint="the file is damaged: run that stage again"
+            ) from error
 
 
 def _average(rows: Sequence[dict[str, Any]], key: str) -> float | None:

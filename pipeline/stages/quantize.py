@@ -88,7 +88,7 @@ def _solve(context: StageContext, source: CheckpointFolder) -> Quantize:
 
 STAGE = Stage(
     name="quantize",
-    version=4,
+    version=5,
     run=_run,
     inputs=("convert",),
     sources=_sources,

@@ -21,7 +21,7 @@ if TYPE_CHECKING:
     from pipeline.config.schema import Config
 
 PAGE = "report.html"
-VERSION = 2  # of the page; one of another version is written again
+VERSION = 3  # of the page; one of another version is written again
 DOCUMENTS = {"verify": "verify.json", "quantize": "quantization.json"}
 
 

@@ -61,8 +61,9 @@ def test_what_is_none(file: Path) -> None:
     for changed, problem in (
         (b"XXXX" + content[4:], "does not begin as a GGUF file does"),
         (MAGIC + b"\x07" + content[5:], "is GGUF of version 7; read are 2, 3"),
+        (content[:24] + b"\xff" * 8 + content[32:], "a text of 18446744073709551615 bytes"),
         (content[:8] + b"\xff" * 16 + content[24:], "model.gguf: "),
-        (content.replace(b"wide\x02\0\0\0", b"wide\x09\0\0\0"), "a tensor of 9 dimensions, wide"),
+        (content.replace(b"wide\x02\0\0\0", b"wide\x09\0\0\0"), "a tensor of 9 dimensions, 'wide'"),
     ):
         file.write_bytes(changed)
         with pytest.raises(CheckpointError, match=problem):

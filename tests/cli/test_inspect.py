@@ -166,3 +166,5 @@ def test_gguf(invoke, tmp_path):
     assert document["vocabulary"] == config["vocab_size"]
     assert sum(row["count"] for row in document["tensors"]) > 9 * document["layers"]
     assert read(invoke, tmp_path / "gguf") == document
+    (engine.path / "beside.gguf").write_bytes((tmp_path / "gguf/model.gguf").read_bytes())
+    assert read(invoke, engine.path)["kind"] != "GGUF file"  # a checkpoint's folder is that first

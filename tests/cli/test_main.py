@@ -138,6 +138,17 @@ def test_interrupts_leave_no_traceback(tmp_path):
     assert child.returncode == -signal.SIGINT
 
 
+def test_a_background_job_s_ignored_interrupt_stays_ignored():
+    script = (
+        "import os, signal, pipeline.cli.main as main, pipeline.config.json_schema as s\n"
+        "signal.signal(signal.SIGINT, signal.SIG_IGN)\n"
+        "s.render_schema = lambda: os.kill(os.getpid(), signal.SIGINT) or 'whole'\n"
+        "main.main(['schema'])\n"
+    )
+    child = subprocess.run([sys.executable, "-c", script], capture_output=True, text=True, check=False)
+    assert (child.returncode, child.stdout.strip(), child.stderr) == (0, "whole", "")
+
+
 @pytest.mark.parametrize(
     ("verb", "words"),
     [

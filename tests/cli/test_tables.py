@@ -20,5 +20,10 @@ def test_records_that_differ_in_a_number_share_a_row(capsys):
     ]
 
 
+def test_what_a_terminal_would_obey_is_spelled_out(capsys):
+    print_fields({"na\x1bme": "a\x1b[2J\nb", "rows": [{"title": "\u202e→"}]})
+    assert capsys.readouterr().out == "na\\x1bme  a\\x1b[2J\\nb\nrows\n  title\n  \\u202e\\u2192\n"
+
+
 def test_bytes():
     assert [format_bytes(n) for n in (0, 1023, 1024, 80 * 2**30)] == ["0 B", "1023 B", "1.00 KiB", "80.00 GiB"]

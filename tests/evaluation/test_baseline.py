@@ -10,8 +10,10 @@ import pytest
 import torch
 
 from pipeline.checkpoint.folder import CheckpointFolder
+from pipeline.errors import CheckpointError
 from pipeline.evaluation.baseline import LABEL, make_baseline
 from pipeline.evaluation.comparison import Plan, compare_subjects
+from pipeline.evaluation.scores import SUMS
 from pipeline.evaluation.subject import Subject, describe_subject
 from pipeline.progress import SILENT
 from pipeline.quantization.quantize import quantize_checkpoint
@@ -54,6 +56,21 @@ def test_the_same_tensors_as_the_method_that_rounds(original: Subject, method: s
         assert torch.equal(baseline.source.read(name).to_torch(), written.read(name).to_torch()), name
 
 
+def test_an_original_of_another_type_is_rounded_in_the_quantized_checkpoint_s(
+    original: Subject, tmp_path: Path
+) -> None:
+    awq, rtn = quantize(original, "awq"), quantize(original, "rtn")
+    other = describe_subject(convert(original.folder.path.parent / "hf", tmp_path / "engine", "float32"), "other")
+    baseline = make_baseline(other, awq)
+    assert baseline is not None and baseline.dtype == "bfloat16"
+    assert dict(baseline.source.tensors) == dict(rtn.source.tensors)
+    for name in rtn.source.tensors:
+        found, expected = (source.read(name).to_torch().float() for source in (baseline.source, rtn.source))
+        assert torch.equal(found, expected), name
+    plan = Plan(files=[original.folder.path.parent / "text.txt"], tokens=64, window=32)
+    assert compare_subjects([other, awq], plan, SILENT).baseline is not None
+
+
 def test_fp8_keeps_its_inputs_and_the_cache_its_range(original: Subject) -> None:
     """The weights to nearest by torch's own cast, in steps of the largest over 448."""
     quantized = quantize(original, "fp8", kv_cache="fp8")
@@ -85,6 +102,8 @@ def test_its_part_in_a_comparison(original: Subject, tmp_path: Path) -> None:
     losses = [math.log(each.tally.perplexity / first.tally.perplexity) for each in (second, found.baseline)]
     share = losses[0] / losses[1] if losses[1] > 0 else None
     assert document["checkpoints"][1]["baseline_share"] == (pytest.approx(share) if share else None)
+    first.tally.sums[:, SUMS.index("nll")] += 1e6  # a perplexity beyond all numbers
+    assert math.isinf(first.tally.perplexity) and found.to_json()["checkpoints"][0]["perplexity"] == math.inf
     assert compare_subjects([original, awq], dataclasses.replace(plan, baseline=False), SILENT).baseline is None
 
 
@@ -93,3 +112,17 @@ def test_there_is_none_of_what_others_made_or_of_what_is_rounded_already(origina
     assert make_baseline(original, original) is None
     assert make_baseline(awq, awq) is None
     assert make_baseline(original, quantize(original, "int8")) is None
+
+
+def test_a_report_of_another_s_is_not_read_and_a_damaged_one_is_named(original: Subject, tmp_path: Path) -> None:
+    awq = quantize(original, "awq")
+    for file in awq.folder.path.iterdir():
+        (tmp_path / file.name).write_bytes(file.read_bytes())
+    report = tmp_path / "quantization.json"
+    for text in ("[]", "{}", '{"bits": 4}', "{"):
+        report.write_text(text)
+        with pytest.raises(CheckpointError, match=r"quantization\.json is not what the quantize stage writes"):
+            make_baseline(original, describe_subject(CheckpointFolder.open(tmp_path), "damaged"))
+    hub = dataclasses.replace(awq, folder=CheckpointFolder.open(original.folder.path.parent / "hf"))
+    (hub.folder.path / "quantization.json").write_text('{"bits": 4}')
+    assert make_baseline(original, hub) is None

@@ -168,6 +168,15 @@ def test_zero_points_where_they_are_asked_for(name: str, method: str, tmp_path: 
     assert not any(key.endswith("prequant_scaling_factor") for key in same.tensors)
 
 
+@pytest.mark.parametrize("method", ["awq", "rtn"])
+def test_zero_points_have_float16_scales_whatever_the_model_s_type(method: str, tmp_path: Path) -> None:
+    source = CheckpointFolder.open(support.WRITE["llama"](tmp_path / "hf", tokenizer=True, num_hidden_layers=2))
+    convert_checkpoint(source, FolderWorkspace(tmp_path / "engine"), dtype="float32", overflow="refuse")
+    engine = CheckpointFolder.open(tmp_path / "engine")
+    report = export_checkpoint(engine, tmp_path / "out", "awq", asymmetric=zeros_settings(tmp_path, method=method))
+    assert report.quantized["int4_zeros"] and not report.widened
+
+
 @pytest.mark.slow
 def test_the_search_pays_with_zero_points(tmp_path: Path) -> None:
     """SmolLM2's loss on held-out text, by transformers on the exported folders decoded here."""
@@ -211,6 +220,19 @@ def test_nothing_is_rounded_twice(tmp_path: Path) -> None:
 def test_methods_that_find_no_zero_points(changes: dict[str, Any], what: str, tmp_path: Path) -> None:
     engine = support.convert("llama", tmp_path)
     with pytest.raises(ConfigError, match=f"{what} has no variant with zero points"):
+        export_checkpoint(engine, tmp_path / "out", "awq", asymmetric=zeros_settings(tmp_path, **changes))
+
+
+@pytest.mark.parametrize(
+    "changes",
+    [
+        {"include": (*support.ALL, "head")},
+        {"recipe": Recipe(rows=(RecipeRow(pattern="lm_head", method="rtn"),))},
+    ],
+)
+def test_an_output_head_has_no_zero_points(changes: dict[str, Any], tmp_path: Path) -> None:
+    engine = support.convert("llama", tmp_path)
+    with pytest.raises(ConfigError, match="lm_head would have zero points, and readers of the format"):
         export_checkpoint(engine, tmp_path / "out", "awq", asymmetric=zeros_settings(tmp_path, **changes))
 
 

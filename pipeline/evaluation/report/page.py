@@ -23,7 +23,7 @@ if TYPE_CHECKING:
 
 HERE = Path(__file__).parent
 TEMPLATE = "report.html.j2"
-SHARE, TASKS = "loss of baseline's", "tasks"
+SHARE, TASKS = "loss / baseline's", "tasks"
 VERDICTS = {True: ("pass", "pass"), False: ("fail", "FAIL"), None: ("skip", "off")}
 COLUMNS = ("weights", "perplexity", "ratio", "mean KL", "max KL", "top-1", "top-5", SHARE, TASKS)
 SECTIONS = ("tiles", "gates", "stages", "sizes", "columns", "checkpoints", "plots", "tables", "samples")
