@@ -21,7 +21,7 @@ from tests.network import models
 from tests.network.serving import STEPS, prompts, reference_logits, serve
 from tests.whole_model import load_whole
 
-TOLERANCE = 1e-5
+TOLERANCE = 2e-5  # fp32 sums in another order, which is that of the processor's kernels: 1.02e-5 at most on AVX2
 Write = Callable[[Path], models.Model]
 
 

@@ -244,5 +244,6 @@ def test_a_tensor_that_does_not_fit_is_refused_before_it_is_cut(model: Any) -> N
 
 
 def test_every_format_of_a_checkpoint_has_a_rule() -> None:
-    assert FORMATS.keys() - {None} == {name for *_, name in SIGNATURES}
+    for_export = {"int4_zeros"}
+    assert FORMATS.keys() - {None} == {name for *_, name in SIGNATURES} - for_export
     assert {"int4", "int4_fp8"} == GROUPED

