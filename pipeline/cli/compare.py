@@ -62,8 +62,8 @@ def command(
 
     Each is a Hugging Face folder, an engine checkpoint (out/NAME/convert, out/NAME/quantize), or a run's folder, which
     stands for both. All run in lockstep over the same text, one decoder layer of each in memory: perplexity, KL
-    divergence, stability of the most likely tokens, per position and per layer. Where the last was quantized by this
-    project, the first's weights rounded to nearest in its formats are the baseline.
+    divergence, stability of the most likely tokens, per position and per layer. The baseline is the first's weights
+    rounded to nearest, in the formats of the last that this project quantized.
     """
     from pipeline.evaluation.comparison import Plan, compare_subjects
     from pipeline.evaluation.numbers import spell_numbers

@@ -32,8 +32,8 @@ DRIFT_CHUNK = 512  # tokens of a long context prefilled at a time
 class Plan:
     """What to measure. `files`: held-out text; `tokens` of it in windows of `window`. `lengths`: contexts whose drift
     is measured, on `texts` texts; none: not measured. `tasks`: JSONL files. `continuations`: prompts of
-    `new_tokens` each. `baseline`: whether the held-out text also goes through the last checkpoint's formats rounded to
-    nearest. `settings` are what messages call these."""
+    `new_tokens` each. `baseline`: whether the held-out text also goes through the original rounded to nearest, in
+    the formats of the last checkpoint that has such a baseline. `settings` are what messages call these."""
 
     files: Sequence[Path]
     tokens: int
@@ -91,7 +91,8 @@ def compare_subjects(
     origin = ", ".join(map(str, plan.files))
     _check_lengths(subjects[0], plan.lengths)
     windows = cut_windows(tokens, total=plan.tokens, window=plan.window, origin=origin, first=subjects[0].begin)
-    baseline = make_baseline(subjects[0], subjects[-1]) if plan.baseline else None
+    others = reversed(subjects[1:]) if plan.baseline else ()
+    baseline = next((found for other in others if (found := make_baseline(subjects[0], other))), None)
     measured = [*subjects, baseline] if baseline else list(subjects)
     found = measure(measured, windows, progress, folder=folder)
     quality = found[: len(subjects)]

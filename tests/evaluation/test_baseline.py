@@ -105,6 +105,8 @@ def test_its_part_in_a_comparison(original: Subject, tmp_path: Path) -> None:
     first.tally.sums[:, SUMS.index("nll")] += 1e6  # a perplexity beyond all numbers
     assert math.isinf(first.tally.perplexity) and found.to_json()["checkpoints"][0]["perplexity"] == math.inf
     assert compare_subjects([original, awq], dataclasses.replace(plan, baseline=False), SILENT).baseline is None
+    beside = compare_subjects([original, awq, original], plan, SILENT).baseline  # the last one has none of its own
+    assert beside is not None and torch.equal(beside.tally.sums, found.baseline.tally.sums)
 
 
 def test_there_is_none_of_what_others_made_or_of_what_is_rounded_already(original: Subject) -> None:
