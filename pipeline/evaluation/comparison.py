@@ -91,7 +91,7 @@ def compare_subjects(
     origin = ", ".join(map(str, plan.files))
     _check_lengths(subjects[0], plan.lengths)
     windows = cut_windows(tokens, total=plan.tokens, window=plan.window, origin=origin, first=subjects[0].begin)
-    others = reversed(subjects[1:]) if plan.baseline else ()
+    others = subjects[:0:-1] if plan.baseline else ()
     baseline = next((found for other in others if (found := make_baseline(subjects[0], other))), None)
     measured = [*subjects, baseline] if baseline else list(subjects)
     found = measure(measured, windows, progress, folder=folder)
