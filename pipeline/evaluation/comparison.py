@@ -92,7 +92,8 @@ def compare_subjects(
     _check_lengths(subjects[0], plan.lengths)
     windows = cut_windows(tokens, total=plan.tokens, window=plan.window, origin=origin, first=subjects[0].begin)
     others = subjects[:0:-1] if plan.baseline else ()
-    baseline = next((found for other in others if (found := make_baseline(subjects[0], other))), None)
+    baselines = (make_baseline(subjects[0], other) for other in others)
+    baseline = next(filter(None, baselines), None)
     measured = [*subjects, baseline] if baseline else list(subjects)
     found = measure(measured, windows, progress, folder=folder)
     quality = found[: len(subjects)]
