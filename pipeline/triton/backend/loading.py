@@ -30,6 +30,8 @@ if TYPE_CHECKING:
 RUNNERS = ("auto", "engine", "interpreter")
 # Of the host's free memory, what the interpreter's pools may take: the page cache that holds the weights needs room.
 HOST_POOL_FRACTION = 0.25
+# … and what its weights may, as its kernels want them: those that do not fit are prepared at each use.
+HOST_WEIGHTS_FRACTION = 0.6
 # A context step of the interpreter. Longer ones save 7 % of a row's time on a CPU at most, and whoever generates, or
 # comes meanwhile, waits for them. Rows that attention pads cost as much as others: unequal prompts may waste half.
 HOST_STEP_TOKENS, HOST_PADDED_ROWS = 128, 256
@@ -108,13 +110,15 @@ def _load_interpreter(folder: Path, parameters: Mapping[str, str]) -> Loaded:
     description, mode = describe(folder, parameters), parameters.get("interpreter_mode", "fast")
     checkpoint = CheckpointFolder.open((folder / parameters["checkpoint_path"]).resolve())
     runner: InterpreterRunner | RankGroup
+    resident = int(free_memory() * HOST_WEIGHTS_FRACTION)
     if description.ranks:
         places = {"engine": str((folder / parameters["gpt_model_path"]).resolve()), "checkpoint": str(checkpoint.path)}
         parallel = description.spec.rank.parallel
-        runner = RankGroup(parallel, f"{ranks.__name__}:load_rank", {**places, "mode": mode})
+        each = {"mode": mode, "resident_bytes": resident // parallel.world}
+        runner = RankGroup(parallel, f"{ranks.__name__}:load_rank", {**places, **each})
     else:
         program = ranks.rebuild_program(checkpoint, description.spec, parameters["network_digest"])
-        runner = InterpreterRunner(program, mode=cast("Any", mode))
+        runner = InterpreterRunner(program, mode=cast("Any", mode), resident_bytes=resident)
     loaded = serve_on_host(
         runner,
         checkpoint.architecture,

@@ -34,14 +34,16 @@ def rebuild_program(checkpoint: CheckpointFolder, spec: NetworkSpec, digest: str
     return program
 
 
-def load_rank(rank: Rank, *, engine: str, checkpoint: str, mode: Any) -> RankInterpreterRunner:
+def load_rank(
+    rank: Rank, *, engine: str, checkpoint: str, mode: Any, resident_bytes: int | None = None
+) -> RankInterpreterRunner:
     """In the process of the rank: its network, written again and run by the interpreter."""
     from pipeline.checkpoint.folder import CheckpointFolder
     from pipeline.runtime.runner import RankInterpreterRunner
 
     description = load_description(Path(engine)).all_ranks[rank.index]
     program = rebuild_program(CheckpointFolder.open(Path(checkpoint)), description.spec, description.network_digest)
-    return RankInterpreterRunner(program, rank, mode=mode)
+    return RankInterpreterRunner(program, rank, mode=mode, resident_bytes=resident_bytes)
 
 
 def load_rank_engine(rank: Rank, *, engine: str, weights: float) -> EngineRunner:

@@ -10,6 +10,7 @@ import pytest
 
 from pipeline.engine.description import load_description
 from pipeline.errors import CompatibilityError, PackageError
+from pipeline.runtime.runner import InterpreterRunner
 from pipeline.triton.backend import loading, ranks
 from pipeline.triton.model_config import parse_config
 from tests.serving.support import make_config, serve_package
@@ -100,3 +101,14 @@ def test_engines_that_changed_places_are_told_from_each_other(emitted: Path, tmp
         loaded.runner.allocate(2)
     finally:
         loaded.close()
+
+
+def test_weights_that_memory_has_no_room_for_are_prepared_at_each_use(
+    tmp_path: Path, llama_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    package = serve_package(tmp_path / "llama", llama_path, make_config("whole")).repository.path.parent
+    roomy = load(package).runner
+    monkeypatch.setattr(loading, "HOST_WEIGHTS_FRACTION", 0.0)
+    tight = load(package).runner
+    assert isinstance(roomy, InterpreterRunner) and isinstance(tight, InterpreterRunner)
+    assert tight.interpreter.prepared_bytes < roomy.interpreter.prepared_bytes / 4
