@@ -14,7 +14,7 @@ from pipeline.errors import CheckpointError, CompatibilityError, ConfigError
 from pipeline.exports import awq, compressed_tensors, hf, modelopt
 from pipeline.exports.folder import new_folder, write_folder
 from pipeline.exports.plan import REFUSE, WIDEN, Encoding, Plan, plan_export
-from pipeline.exports.zero_points import choose_zero_points, quantize_draft
+from pipeline.exports.zero_points import check_group_size, choose_zero_points, quantize_draft
 from pipeline.progress import SILENT
 
 if TYPE_CHECKING:
@@ -107,6 +107,8 @@ def export_checkpoint(
             return _report(plan, format, folder, remarks)
     row = FOLDERS[format]
     others = WIDEN if row.widens else others
+    if zeros is not None and others == REFUSE:
+        check_group_size(engine, zeros)
     with (
         new_folder(output) as folder,
         quantize_draft(engine, folder, zeros, progress) if zeros else nullcontext(engine) as stored,

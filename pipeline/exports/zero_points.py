@@ -46,6 +46,21 @@ def choose_zero_points(settings: Quantize) -> Quantize:
     )
 
 
+def check_group_size(engine: CheckpointFolder, settings: Quantize) -> None:
+    """Raises ConfigError where linears would have groups of several sizes, before hours of work: the format has one."""
+    from pipeline.checkpoint.layouts import layout_for
+    from pipeline.quantization.rules import choose_linears
+
+    chosen = choose_linears(layout_for(engine.architecture).mappings(), engine.tensors, settings.rules).linears
+    sizes = {linear.group: name for name, linear in chosen.items()}
+    if len(sizes) > 1:
+        found = ", ".join(f"{size} ({name})" for size, name in sorted(sizes.items(), key=str))
+        raise ConfigError(
+            f"stages.quantize: groups would be of several sizes: {found}; the format has one",
+            hint="set stages.quantize.group_size to the smallest, or export with --others 16bit",
+        )
+
+
 @contextmanager
 def quantize_draft(
     engine: CheckpointFolder, folder: Path, settings: Quantize, progress: Progress

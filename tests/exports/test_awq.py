@@ -23,6 +23,7 @@ from pipeline.config.recipe import Recipe, RecipeRow
 from pipeline.config.settings import Calibration, Quantize, TextFile
 from pipeline.errors import CheckpointError, CompatibilityError, ConfigError
 from pipeline.exports.formats import export_checkpoint
+from pipeline.quantization import quantize
 from pipeline.quantization.quantize import quantize_checkpoint
 from pipeline.workspace import FolderWorkspace
 from tests.exports import support
@@ -221,6 +222,17 @@ def test_methods_that_find_no_zero_points(changes: dict[str, Any], what: str, tm
     engine = support.convert("llama", tmp_path)
     with pytest.raises(ConfigError, match=f"{what} has no variant with zero points"):
         export_checkpoint(engine, tmp_path / "out", "awq", asymmetric=zeros_settings(tmp_path, **changes))
+
+
+def test_several_sizes_of_groups_are_refused_before_any_work(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Experts of 64 get groups of 64 beside 128 elsewhere."""
+    engine, settings = support.convert("v2", tmp_path), zeros_settings(tmp_path, method="rtn", group_size=128)
+    monkeypatch.setattr(quantize, "quantize_checkpoint", lambda *_, **__: pytest.fail("it was quantized"))
+    with pytest.raises(ConfigError, match=r"groups would be of several sizes: 128 \(.*, 64 \(.*; the format has one"):
+        export_checkpoint(engine, tmp_path / "out", "awq", asymmetric=settings)
+    monkeypatch.undo()
+    report = export_checkpoint(engine, tmp_path / "out", "awq", asymmetric=settings, others="16bit")
+    assert report.widened and report.quantized
 
 
 @pytest.mark.parametrize(
