@@ -6,6 +6,7 @@ in, out: width of the input and number of outputs. group: inputs that share a sc
 
 from __future__ import annotations
 
+import functools
 from collections.abc import Callable
 from dataclasses import dataclass
 from typing import cast
@@ -69,9 +70,12 @@ TORCH = PackedKernel(name="torch", bits=4, most_rows=8, pack=_torch_pack, scale=
 
 
 def native_kernel(dtype: str, functions: Functions) -> PackedKernel:
-    is_int4 = dtype == "int4"
-    function = functions.int4_linear if is_int4 else functions.int8_linear
-    together = 2 if functions.takes is torch.bfloat16 else 4
+    pairs = functions.takes is torch.bfloat16  # two inputs at once
+    if dtype == "int4":
+        function, bits, most_rows, pack = functions.int4_linear, 4, 32, _pack_int4
+    else:
+        function, bits, most_rows = functions.int8_linear, 8, 8 if pairs else 32
+        pack = functools.partial(_pack_int8, together=2 if pairs else 4)
 
     def multiply(group: int, held: torch.dtype) -> Multiply:
         made = torch.bfloat16 if held is torch.bfloat16 else torch.float32
@@ -98,12 +102,7 @@ def native_kernel(dtype: str, functions: Functions) -> PackedKernel:
         return run
 
     return PackedKernel(
-        name="native",
-        bits=4 if is_int4 else 8,
-        most_rows=8 if not is_int4 and functions.takes is torch.bfloat16 else 32,
-        pack=_pack_int4 if is_int4 else lambda values: _pack_int8(values, together),
-        scale=_native_scale,
-        multiply=multiply,
+        name="native", bits=bits, most_rows=most_rows, pack=pack, scale=_native_scale, multiply=multiply
     )
 
 
