@@ -21,9 +21,9 @@ def compile_linear(site: Site) -> Kernel:
 
 
 def _compile_kept(site: Site) -> Kernel:
-    """x @ W for a constant W, packed once in the blocked layout that oneDNN's kernels read. Against a plain weight: with
-    AVX-512 twice as fast for one row and never slower; with AVX2 alone 0.7 times as fast for one row, and 1.3 to 1.9
-    times from two on."""
+    """x @ W for a constant W, packed once in the blocked layout that oneDNN's kernels read. Against a plain weight:
+    with AVX-512 twice as fast for one row and never slower; with AVX2 alone 0.7 times as fast for one row, and 1.3 to
+    1.9 times from two on."""
     held, transposed = site.held(), site.attribute("op1") == "transpose"
     weight, general = site.constant(1), compile_matrix_multiply(site)
     if weight is None:  # too large to keep: it is made at each step, of a stack of experts one at a time
