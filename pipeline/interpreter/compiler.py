@@ -87,10 +87,12 @@ class _Compiler:
 
     def push_node(self, node: Node) -> None:
         operation = self.operation(node)
-        kernel = operation.compile(self.site(node))
+        site = self.site(node)
+        kernel = operation.compile(site)
         reads = []
         for index, name in enumerate(node.inputs):
-            if name is not None and index in operation.absorbs and (self.is_resident(name) or self.is_stack(name)):
+            absorbs = index in operation.absorbs
+            if index in site.unread or (name and absorbs and (self.is_resident(name) or self.is_stack(name))):
                 reads.append(NOTHING)
             elif name in self.graph.constants and index in operation.stored:
                 reads.append(self.read(name, "stored", node.name))

@@ -44,6 +44,8 @@ HELD_AS: dict[str, torch.dtype] = {
     "fp8": torch.float8_e4m3fn,
 }
 
+NATIVE = (torch.bfloat16, torch.float32)  # what the kernels in C take
+
 
 @dataclass(frozen=True, slots=True)
 class Numerics:

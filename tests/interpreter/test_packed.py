@@ -19,17 +19,28 @@ def afresh() -> Iterator[None]:
 
 
 def load(variant: str) -> native.Functions:
-    """In C: with bf16 products, or in fp32 as on most processors."""
-    functions = native.load_functions(*(["-DPORTABLE"] if variant == "fp32" else []))
+    """In C, with this processor's instructions or with none that only x86 has."""
+    functions = native.load_functions(*(["-DPORTABLE"] if variant == "portable" else []))
     assert functions is not None, "no C compiler with OpenMP"
-    if variant == "bf16" and functions.takes is not torch.bfloat16:
-        pytest.skip("no AVX-512 bf16")
     return functions
 
 
-@pytest.fixture(params=["torch", "bf16", "fp32"])
+@pytest.fixture(params=["torch", "native", "portable"])
 def kernel(request: pytest.FixtureRequest) -> kernels.PackedKernel:
     return kernels.TORCH if request.param == "torch" else kernels.native_kernel("int4", load(request.param))
+
+
+@pytest.fixture(params=["native", "portable"])
+def native_kernel(request: pytest.FixtureRequest) -> kernels.PackedKernel:
+    return kernels.native_kernel("int4", load(request.param))
+
+
+def rounding(x: torch.Tensor, wide: torch.Tensor) -> torch.Tensor:
+    """What products in C may be off by: half a unit of each input, 2^-15 of the largest of 128 at most, times each
+    weight, and fp32's sums."""
+    parts = x.double().abs().split(128, dim=1)
+    most = torch.cat([part.amax(1, keepdim=True).expand_as(part) for part in parts], dim=1)
+    return (2**-15 * most + 2**-21 * x.double().abs()) @ wide.abs()
 
 
 def draw(width: int, columns: int, group: int) -> tuple[torch.Tensor, torch.Tensor]:
@@ -71,7 +82,46 @@ def test_parts_and_threads_change_nothing(kernel: kernels.PackedKernel, monkeypa
     assert torch.equal(multiply(x[::2, :256], packed, factors), expected)
 
 
-@pytest.fixture(params=["bf16", "fp32"])
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float32])
+@pytest.mark.parametrize("rows", [1, 7, 8, 40])
+def test_inputs_are_rounded_to_16_bits_of_128(
+    native_kernel: kernels.PackedKernel, rows: int, dtype: torch.dtype
+) -> None:
+    """Values of very different sizes in different parts and rows."""
+    values, scales = draw(512, 80, 256)
+    wide = values.double() * scales.double().repeat_interleave(256, 0)
+    generator = torch.Generator().manual_seed(rows)
+    sizes = torch.exp2(torch.randint(-60, 60, (rows, 4, 1), generator=generator))
+    x = (torch.randn(rows, 4, 128, generator=generator) * sizes).view(rows, 512).to(dtype)
+    result = native_kernel.multiply(256, torch.float32)(x, native_kernel.pack(values), native_kernel.scale(scales))
+    assert ((result.double() - x.double() @ wide).abs() <= rounding(x, wide)).all()
+
+
+@pytest.mark.parametrize("value", [torch.inf, -torch.inf, torch.nan])
+def test_a_row_that_is_not_finite_is_nothing_else(native_kernel: kernels.PackedKernel, value: float) -> None:
+    values, scales = draw(256, 32, 64)
+    multiply, packed, factors = (
+        native_kernel.multiply(64, torch.float32),
+        native_kernel.pack(values),
+        native_kernel.scale(scales),
+    )
+    x = torch.randn(9, 256, generator=torch.Generator().manual_seed(0))
+    expected = multiply(x, packed, factors)
+    x[3, 200] = value
+    result = multiply(x, packed, factors)
+    assert result[3].isnan().all()
+    assert torch.equal(result[torch.arange(9) != 3], expected[torch.arange(9) != 3])
+
+
+@pytest.mark.parametrize("size", [0.0, 1e-45, 2.0**-110, 2.0**127])
+def test_the_smallest_and_the_largest_inputs(native_kernel: kernels.PackedKernel, size: float) -> None:
+    values = torch.eye(64, 16).to(torch.int8)
+    multiply, ones = native_kernel.multiply(32, torch.float32), native_kernel.scale(torch.ones(2, 16))
+    result = multiply(torch.full((1, 64), size), native_kernel.pack(values), ones)
+    assert torch.equal(result, torch.full((1, 16), size if size > 1e-40 else 0.0))
+
+
+@pytest.fixture(params=["native", "portable"])
 def wide_kernel(request: pytest.FixtureRequest) -> kernels.PackedKernel:
     return kernels.native_kernel("int8", load(request.param))
 
@@ -89,8 +139,7 @@ def test_products_of_int8(wide_kernel: kernels.PackedKernel, width: int, columns
         x = torch.randn(rows, width, generator=torch.Generator().manual_seed(rows)).bfloat16()
         result, expected = multiply(x, packed, factors), x.double() @ wide
         assert result.dtype is held and result.shape == (rows, columns)
-        # Weights are exact in bf16, sums and scales fp32: what is rounded is the result.
-        bound = 2**-8 * expected.abs() * (held is torch.bfloat16) + 2**-20 * (x.double().abs() @ wide.abs())
+        bound = 2**-8 * expected.abs() * (held is torch.bfloat16) + rounding(x, wide)
         assert ((result.double() - expected).abs() <= bound).all()
 
 

@@ -16,10 +16,7 @@ INLINE float exponential(float x) {
     p = p * r + 1.6666665459e-1f;
     p = p * r + 5.0000001201e-1f;
     p = p * r * r + r + 1.0f;
-    const int32_t exponent = ((int32_t)n + 127) << 23;
-    float power;
-    memcpy(&power, &exponent, sizeof power);
-    return x < -87.0f ? 0.0f : p * power;
+    return x < -87.0f ? 0.0f : p * power_of_two((int)n);
 }
 
 INLINE void softmax(float *scores, long keys) {

@@ -1,144 +1,172 @@
 // x [rows, in] times W [in, out] in INT4 or INT8 with one float scale per group of inputs and output.
 //
-// INT4: for every 16 outputs and 8 inputs 64 bytes, 16 words of 32 bits. Of word n, bits 4s + 16p and up are the weight
-// of output n and input 2s + p, plus 8. INT8: for every 16 outputs and T inputs 16T bytes, T = 2 with bf16 products and 4
-// without. Byte Tn + p is the weight of output n and input p.
+// Products are of integers: 128 inputs of a row at a time become 16 bits each, in units of a power of two, which is
+// exact for bf16 down to 1/128 of the largest of them and off by 2^-16 of it at most. Sums of 128 are exact in 32 bits;
+// they are added up in fp32, and a group's sum is multiplied by its scale once.
 //
-// Weights are exact in the type that they are multiplied in; products are added in fp32, and a group's sum is
-// multiplied by its scale once. `chains`: independent sums per row (1, 2 or 4), so that few rows do not wait for the
-// latency of each addition.
+// INT4: for every 16 outputs and 8 inputs 64 bytes, 16 words of 32 bits. Of word n, bits 4s + 16p and up are the weight
+// of output n and input 2s + p, plus 8. INT8: for every 16 outputs and 4 inputs 64 bytes; of word n, byte s + 2p is the
+// weight of output n and input 2s + p.
+#include <math.h>
+#include <omp.h>
+
 #include "vectors.h"
 
-#ifdef BF16_PRODUCTS  // x is bf16, and two inputs are multiplied and added at once
-typedef uint16_t input;
-const int takes_bf16 = 1;
+enum {
+    PART = 128,    // inputs that share a unit
+    TILE = 8,      // rows that are multiplied by a weight while it is in a register
+    NEAR = 16,     // blocks of 16 outputs whose weights stay in the cache while all rows pass
+    AHEAD = 4096,  // bytes: weights are read once, from memory
+};
 
-// vpermw looks up 32 nibbles at a time: its indices are the lowest 5 bits of each 16, and the table is the same in both
-// halves, so that a nibble needs a shift and nothing else. -8 to 7 in bf16:
-#define VALUES 0xc100, 0xc0e0, 0xc0c0, 0xc0a0, 0xc080, 0xc040, 0xc000, 0xbf80, 0, 0x3f80, 0x4000, 0x4040, 0x4080, \
-               0x40a0, 0x40c0, 0x40e0
-static const uint16_t TABLE[32] = {VALUES, VALUES};
+typedef struct {
+    long rows, in, out, length;  // length: of a group
+} shape;
 
-INLINE __m512bh bytes_to_bf16(const uint8_t *bytes) {
-    const __m128i *halves = (const __m128i *)bytes;
-    const __m512 low = _mm512_cvtepi32_ps(_mm512_cvtepi8_epi32(_mm_loadu_si128(halves)));
-    const __m512 high = _mm512_cvtepi32_ps(_mm512_cvtepi8_epi32(_mm_loadu_si128(halves + 1)));
-    return _mm512_cvtne2ps_pbh(high, low);
-}
+// `count` rows in integers, a pair of inputs of all rows next to each other.
+typedef struct {
+    int32_t *pairs;    // [in / 2, count]
+    float *units;      // [parts, count]
+    int32_t *offsets;  // [parts, count]: what the 8 added to each INT4 weight adds to a sum, taken off
+} tile;
 
-INLINE __m512bh pair(const uint16_t *x) {
-    int both;
-    memcpy(&both, x, sizeof both);
-    return (__m512bh)_mm512_set1_epi32(both);
-}
+INLINE long end_of_part(long first, long end) { return first + PART < end ? first + PART : end; }
 
-INLINE void block(const int bits, const int rows, const int chains, const input *x, long in, const uint8_t *weights,
-                  const float *scales, long groups, float *sums) {
-    const __m512i table = _mm512_loadu_si512(TABLE);
-    __m512 total[8];
-    for (int m = 0; m < rows; m++) total[m] = _mm512_setzero_ps();
-    for (long g = 0; g < groups; g++) {
-        __m512 part[8][4];
-        for (int m = 0; m < rows; m++)
-            for (int c = 0; c < chains; c++) part[m][c] = _mm512_setzero_ps();
-        for (long k = 0; k < in / groups; k += 8, weights += 16 * bits, x += 8) {
-            const __m512i words = _mm512_loadu_si512(weights);
-#define PAIR(s)                                                                                                    \
-    {                                                                                                              \
-        const __m512bh w = bits == 8 ? bytes_to_bf16(weights + 32 * s)                                             \
-                                     : (__m512bh)_mm512_permutexvar_epi16(_mm512_srli_epi16(words, 4 * s), table); \
-        for (int m = 0; m < rows; m++)                                                                             \
-            part[m][s % chains] = _mm512_dpbf16_ps(part[m][s % chains], w, pair(x + m * in + 2 * s));              \
-    }
-            PAIR(0) PAIR(1) PAIR(2) PAIR(3)
-        }
-        const __m512 scale = _mm512_loadu_ps(scales + 16 * g);
-        for (int m = 0; m < rows; m++) {
-            __m512 sum = part[m][0];
-            for (int c = 1; c < chains; c++) sum = _mm512_add_ps(sum, part[m][c]);
-            total[m] = _mm512_fmadd_ps(sum, scale, total[m]);
-        }
-    }
-    for (int m = 0; m < rows; m++) _mm512_storeu_ps(sums + 16 * m, total[m]);
-}
-
-#else  // x is fp32, and weights are widened to it: any processor
-typedef float input;
-const int takes_bf16 = 0;
-
-// LANES weights, times 2^(32 - bits), of input i of those that share the words.
-INLINE floats weight(const int bits, ints words, int i) {
-    const int first = bits == 4 ? 4 * (i / 2) + 16 * (i % 2) : 8 * i;
-    return widen((words << (32 - bits - first)) & (int)(0xffffffff << (32 - bits)));
-}
-
-INLINE void part_of_block(const int bits, const int rows, const int chains, const input *x, long in,
-                          const uint8_t *weights, const float *scales, long groups, float *sums, int half) {
-    const int inputs = 32 / bits;
-    const input *row[8];
-    floats total[8];
-    for (int m = 0; m < rows; m++) row[m] = x + m * in, total[m] = (floats){0};
-    for (long g = 0; g < groups; g++) {
-        floats part[8][4];
-        for (int m = 0; m < rows; m++)
-            for (int c = 0; c < chains; c++) part[m][c] = (floats){0};
-        for (long k = g * (in / groups); k < (g + 1) * (in / groups); k += inputs) {
-            ints words = load_ints(weights + 2 * bits * k + 4 * half);
-            if (bits == 4) words ^= (int)0x88888888;  // to two's complement
-#pragma GCC unroll 8
-            for (int i = 0; i < inputs; i++) {
-                const floats w = weight(bits, words, i);
-                for (int m = 0; m < rows; m++) part[m][i % chains] += w * row[m][k + i];
+INLINE void write_tile(const int bf16, const void *x, long count, shape s, tile to) {
+    for (long m = 0; m < count; m++) {
+        long part = m;
+        for (long group = 0; group < s.in; group += s.length)
+            for (long first = group; first < group + s.length; first += PART, part += count) {
+                const long inputs = end_of_part(first, group + s.length) - first, from = m * s.in + first;
+                float most = 0, invalid = 0;
+#pragma omp simd reduction(max : most) reduction(+ : invalid)
+                for (long k = 0; k < inputs; k++) {
+                    const float value = get(bf16, x, from + k);
+                    most = fabsf(value) > most ? fabsf(value) : most;
+                    invalid += value * 0.0f;  // NaN where a value is, or is infinite
+                }
+                // most < 2^(exponent - 126): in units of 2^(exponent - 141) it fits 16 bits.
+                const int exponent = (int)(bits_of(most) >> 23);
+                const int counts = exponent > 16 && invalid == 0;  // else nothing, or NaN
+                const float inverse = counts ? power_of_two(141 - exponent) : 0;
+                int16_t integers[PART];
+                int32_t sum = 0;
+#pragma omp simd reduction(+ : sum)
+                for (long k = 0; k < inputs; k++) {
+                    const float steps = rintf(counts ? get(bf16, x, from + k) * inverse : 0);
+                    const int32_t value = steps < 32767 ? (int32_t)steps : 32767;
+                    integers[k] = (int16_t)value;
+                    sum += value;
+                }
+                for (long k = 0; k < inputs; k += 2)
+                    memcpy(to.pairs + (first + k) / 2 * count + m, integers + k, sizeof *to.pairs);
+                to.units[part] = counts ? power_of_two(exponent - 141) : invalid;
+                to.offsets[part] = -8 * sum;
             }
-        }
-        const floats scale = load_floats(scales + 16 * g + half) * (bits == 4 ? 0x1p-28f : 0x1p-24f);
-        for (int m = 0; m < rows; m++) {
-            floats sum = part[m][0];
-            for (int c = 1; c < chains; c++) sum += part[m][c];
-            total[m] += sum * scale;
-        }
-    }
-    for (int m = 0; m < rows; m++) store_floats(sums + 16 * m + half, total[m]);
-}
-
-INLINE void block(const int bits, const int rows, const int chains, const input *x, long in, const uint8_t *weights,
-                  const float *scales, long groups, float *sums) {
-    for (int half = 0; half < 16; half += LANES)
-        part_of_block(bits, rows, chains, x, in, weights, scales, groups, sums, half);
-}
-#endif
-
-INLINE void any_block(const int bits, int rows, const input *x, long in, const uint8_t *weights, const float *scales,
-                      long groups, float *sums) {
-    switch (rows) {
-#define CASE(n, chains) case n: block(bits, n, chains, x, in, weights, scales, groups, sums); break;
-        CASE(1, 4) CASE(2, 4) CASE(3, 2) CASE(4, 2) CASE(5, 1) CASE(6, 1) CASE(7, 1) CASE(8, 1)
     }
 }
 
-INLINE void linear(const int bits, const input *x, const uint8_t *weights, const float *scales, void *y, int wide,
-                   long rows, long in, long out, long groups, int threads) {
-#pragma omp parallel for num_threads(threads) schedule(static)
-    for (long n = 0; n < out / 16; n++) {
-        for (long first = 0; first < rows; first += 8) {
-            const int count = rows - first < 8 ? (int)(rows - first) : 8;
-            float sums[8 * 16];
-            const uint8_t *column = weights + n * in * 2 * bits;
-            if (bits == 4)  // a constant once more: the parallel part is a function of its own
-                any_block(4, count, x + first * in, in, column, scales + n * groups * 16, groups, sums);
-            else
-                any_block(8, count, x + first * in, in, column, scales + n * groups * 16, groups, sums);
+// LANES pairs of weights of inputs 2s and 2s + 1 of those that share the words.
+INLINE ints pair_of_weights(const int bits, ints words, int s) {
+    if (bits == 4) return (words >> 4 * s) & 0x000f000f;
+    return (ints)(s ? (shorts)words >> 8 : (shorts)words << 8 >> 8);
+}
+
+// `vectors` times LANES outputs from `half` on of 16.
+INLINE void multiply_part(const int bits, const int count, const int vectors, tile x, shape s, const uint8_t *weights,
+                          const float *scales, float *sums, int half) {
+    floats total[TILE][2];
+    for (int m = 0; m < count; m++)
+        for (int v = 0; v < vectors; v++) total[m][v] = (floats){0};
+    for (long group = 0; group < s.in; group += s.length, scales += 16) {
+        floats scaled[TILE][2];
+        for (int m = 0; m < count; m++)
+            for (int v = 0; v < vectors; v++) scaled[m][v] = (floats){0};
+        for (long first = group; first < group + s.length; first += PART, x.units += count, x.offsets += count) {
+            ints sum[TILE][2];
             for (int m = 0; m < count; m++)
-                for (int i = 0; i < 16; i++) put(!wide, y, (first + m) * out + 16 * n + i, sums[16 * m + i]);
+                for (int v = 0; v < vectors; v++) sum[m][v] = (ints){0} + (bits == 4 ? x.offsets[m] : 0);
+            for (long k = first; k < end_of_part(first, group + s.length); k += 32 / bits) {
+                ints words[2];
+                for (int v = 0; v < vectors; v++)
+                    words[v] = load_ints(weights + 2 * bits * k + 4 * (half + LANES * v));
+                if (half == 0) __builtin_prefetch(weights + 2 * bits * k + AHEAD);
+#pragma GCC unroll 4
+                for (int i = 0; i < 16 / bits; i++)
+                    for (int v = 0; v < vectors; v++) {
+                        const ints pair = pair_of_weights(bits, words[v], i);
+                        for (int m = 0; m < count; m++)
+                            sum[m][v] = add_pairs(sum[m][v], pair, (ints){0} + x.pairs[(k / 2 + i) * count + m]);
+                    }
+            }
+            for (int m = 0; m < count; m++)
+                for (int v = 0; v < vectors; v++) scaled[m][v] += widen(sum[m][v]) * x.units[m];
         }
+        for (int v = 0; v < vectors; v++)
+            for (int m = 0; m < count; m++) total[m][v] += scaled[m][v] * load_floats(scales + half + LANES * v);
+    }
+    for (int m = 0; m < count; m++)
+        for (int v = 0; v < vectors; v++) store_floats(sums + 16 * m + half + LANES * v, total[m][v]);
+}
+
+// 16 outputs. Few rows take them all at once, more half of them: what is summed has to fit the registers.
+INLINE void multiply(const int bits, int count, tile x, shape s, const uint8_t *weights, const float *scales,
+                     float *sums) {
+    switch (count) {
+#define CASE(n)                                                                        \
+    case n: {                                                                          \
+        const int vectors = n <= 4 ? 16 / LANES : 1;                                   \
+        for (int half = 0; half < 16; half += LANES * vectors)                         \
+            multiply_part(bits, n, vectors, x, s, weights, scales, sums, half);        \
+        break;                                                                         \
+    }
+        CASE(1) CASE(2) CASE(3) CASE(4) CASE(5) CASE(6) CASE(7) CASE(8)
     }
 }
 
-// y [rows, out]: bf16, or float where `wide`. out: a multiple of 16; in / groups: of 8.
-#define LINEAR(name, bits)                                                                                        \
-    void name(const input *x, const uint8_t *weights, const float *scales, void *y, int wide, long rows, long in, \
-              long out, long groups, int threads) {                                                               \
-        linear(bits, x, weights, scales, y, wide, rows, in, out, groups, threads);                                \
+// The tile of rows from `row` on, in the memory that holds all of them.
+INLINE tile tile_at(long row, int32_t *scratch, long parts, shape s) {
+    const tile all = {scratch, (float *)(scratch + s.rows * s.in / 2), scratch + s.rows * (s.in / 2 + parts)};
+    return (tile){all.pairs + row * s.in / 2, all.units + row * parts, all.offsets + row * parts};
+}
+
+INLINE void linear(const int bits, int bf16_x, const void *x, const uint8_t *weights, const float *scales, int bf16_y,
+                   void *y, int32_t *scratch, long groups, int threads, shape s) {
+    const long parts = groups * ((s.length + PART - 1) / PART), blocks = s.out / 16;
+#pragma omp parallel num_threads(threads)
+    {
+#pragma omp for schedule(static)
+        for (long row = 0; row < s.rows; row += TILE) {
+            const long count = s.rows - row < TILE ? s.rows - row : TILE;
+            if (bf16_x)
+                write_tile(1, (const uint16_t *)x + row * s.in, count, s, tile_at(row, scratch, parts, s));
+            else
+                write_tile(0, (const float *)x + row * s.in, count, s, tile_at(row, scratch, parts, s));
+        }
+        const long own = omp_get_thread_num(), team = omp_get_num_threads(), end = blocks * (own + 1) / team;
+        for (long near = blocks * own / team; near < end; near += NEAR)
+            for (long row = 0; row < s.rows; row += TILE)
+                for (long n = near; n < end && n < near + NEAR; n++) {
+                    const int count = s.rows - row < TILE ? (int)(s.rows - row) : TILE;
+                    const tile rows = tile_at(row, scratch, parts, s);
+                    float sums[TILE * 16];
+                    if (bits == 4)  // a constant once more: the parallel part is a function of its own
+                        multiply(4, count, rows, s, weights + n * s.in * 8, scales + n * groups * 16, sums);
+                    else
+                        multiply(8, count, rows, s, weights + n * s.in * 16, scales + n * groups * 16, sums);
+                    for (int m = 0; m < count; m++)
+                        for (int i = 0; i < 16; i++) put(bf16_y, y, (row + m) * s.out + 16 * n + i, sums[16 * m + i]);
+                }
+    }
+}
+
+// x and y [rows, out]: bf16 or float. out: a multiple of 16; in / groups: of 8. `scratch`: rows * (in / 2 + 2 * parts)
+// integers to work in, parts those of all groups.
+#define LINEAR(name, bits)                                                                                           \
+    void name(int bf16_x, const void *x, const uint8_t *weights, const float *scales, int bf16_y, void *y,           \
+              int32_t *scratch, long rows, long in, long out, long groups, int threads) {                            \
+        const shape s = {rows, in, out, in / groups};                                                                \
+        linear(bits, bf16_x, x, weights, scales, bf16_y, y, scratch, groups, threads, s);                            \
     }
 LINEAR(int4_linear, 4)
 LINEAR(int8_linear, 8)

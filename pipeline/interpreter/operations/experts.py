@@ -74,6 +74,17 @@ def _compile_expert(site: Site, index: int) -> Expert:
 
 
 def _compile_product(site: Site, index: int, packed: int, transposed: bool) -> Product:
+    found = _compile_packed(site, packed) if site.numerics.mode == "fast" and not transposed else None
+    if found is None:
+        return _compile_dense(site, index, transposed)
+    few, most_rows = found
+    if most_rows is None:
+        return few
+    many = _compile_dense(site, index, transposed)
+    return lambda x, expert: few(x, expert) if len(x) <= most_rows else many(x, expert)
+
+
+def _compile_dense(site: Site, index: int, transposed: bool) -> Product:
     held = site.numerics.held(site.attribute("type"))
     inner = multiplied_as(held)
     weight = _compile_weight(site, index, inner)
@@ -82,11 +93,7 @@ def _compile_product(site: Site, index: int, packed: int, transposed: bool) -> P
         matrix = weight(expert)
         return torch.mm(x.to(inner), matrix.t() if transposed else matrix).to(held)
 
-    found = _compile_few_rows(site, packed) if site.numerics.mode == "fast" and not transposed else None
-    if found is None:
-        return product
-    few, most_rows = found
-    return lambda x, expert: few(x, expert) if len(x) <= most_rows else product(x, expert)
+    return product
 
 
 def _compile_weight(site: Site, index: int, inner: torch.dtype) -> Callable[[int], Tensor]:
@@ -107,9 +114,9 @@ def _compile_weight(site: Site, index: int, inner: torch.dtype) -> Callable[[int
     return lambda expert: wide[expert]
 
 
-def _compile_few_rows(site: Site, index: int) -> tuple[Product, int] | None:
-    """An INT4 kernel on the packed weights [E, in, out], and up to how many rows it is the faster one; None where none
-    takes them or there is no room."""
+def _compile_packed(site: Site, index: int) -> tuple[Product, int | None] | None:
+    """An INT4 kernel on the packed weights [E, in, out], and up to how many rows it is the faster one (None: any); None
+    where none takes them or there is no room."""
     if site.optional(index) is None or site.optional(index + 1) is None:
         return None
     _, width, columns = site.spec(index).shape

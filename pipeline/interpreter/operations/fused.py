@@ -7,7 +7,7 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from pipeline.interpreter.native import Function, load_functions
-from pipeline.interpreter.numerics import multiplied_as
+from pipeline.interpreter.numerics import NATIVE, multiplied_as
 from pipeline.interpreter.operations.arithmetic import compile_sigmoid
 from pipeline.interpreter.operations.attention import cache_rows, mask_bias, write_rows
 from pipeline.interpreter.operations.movement import select_rows
@@ -21,7 +21,6 @@ MOST_SCORES = 1 << 24  # of a layer held at once in exact mode, 64 MiB
 # torch's fused attention. They round scores and probabilities to bf16, as transformers' eager attention does.
 FEWEST_PLAIN, MOST_PLAIN = 1 << 8, 1 << 24
 MOST_NORMED = 1 << 16  # values that one thread norms
-NATIVE = (torch.bfloat16, torch.float32)  # types of the kernels in C
 FEWEST_SHARED = 1 << 17  # multiplications of attention, from which on another thread pays
 
 

@@ -69,21 +69,20 @@ def compile_linear_packed(site: Site) -> Kernel:
 
 
 def compile_linears_packed(site: Site) -> Kernel:
-    """x [T, in] times several weights side by side. Inputs: x, then of each what linear_packed takes. Few rows go to a
-    kernel for packed weights, more to a product with the weights dequantized, of which a copy is kept: in bf16, or in
-    fp32 where the processor is slow in bf16."""
+    """x [T, in] times several weights side by side. Inputs: x, then of each what linear_packed takes. Rows go to a
+    kernel for packed weights; where the processor is fast in bf16, many go to a product with the weights dequantized,
+    of which a copy is kept."""
     transposed = site.attribute("op1") == "transpose"
     starts = range(1, len(site.inputs), 3)
     specs = [site.spec(start + 1) for start in starts]
     columns = [spec.shape[0 if transposed else 1] for spec in specs]
     width = specs[0].shape[1 if transposed else 0]
     group = width if transposed else width // site.spec(3).shape[0]
-    general = _compile_side_by_side(site, starts, columns, 0 if transposed else 1)
     numbers = [site.constant(start + 1) for start in starts]
     scales = [site.constant(start + 2) for start in starts]
     kernel = pick_kernel(specs[0].dtype, group, math.gcd(*columns))
     if kernel is None or any(tensor is None for tensor in (*numbers, *scales)):
-        return general
+        return _compile_side_by_side(site, starts, columns, 0 if transposed else 1)
 
     def pack() -> Tensor:
         whole = torch.cat(cast(list[Tensor], numbers), dim=0 if transposed else 1)
@@ -97,16 +96,18 @@ def compile_linears_packed(site: Site) -> Kernel:
     rows = site.prepare(2, f"{kernel.name} {columns}", values * kernel.bits // 8, pack)
     factors = site.prepare(3, f"{kernel.name} {columns}", 4 * values // group, scale)
     if rows is None or factors is None:
-        return general
+        return _compile_side_by_side(site, starts, columns, 0 if transposed else 1)
     multiply, most_rows = kernel.multiply(group, site.held()), kernel.most_rows
 
-    def linears(x: Tensor, *weights: Tensor | None) -> tuple[Tensor, ...]:
-        if x.shape[0] > most_rows:
-            return cast(tuple[Tensor, ...], general(x, *weights))
+    def linears(x: Tensor, *_: Tensor | None) -> tuple[Tensor, ...]:
         product = multiply(x, rows, factors)
         return (product,) if len(columns) == 1 else torch.split(product, columns, dim=1)
 
-    return linears
+    if most_rows is None:
+        site.unread.update(starts)
+        return linears
+    many = _compile_side_by_side(site, starts, columns, 0 if transposed else 1)
+    return lambda x, *weights: many(x, *weights) if x.shape[0] > most_rows else linears(x)
 
 
 def _compile_side_by_side(site: Site, starts: Sequence[int], columns: list[int], side: int) -> Kernel:

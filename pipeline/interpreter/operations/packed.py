@@ -6,7 +6,6 @@ in, out: width of the input and number of outputs. group: inputs that share a sc
 
 from __future__ import annotations
 
-import functools
 from collections.abc import Callable
 from dataclasses import dataclass
 from typing import cast
@@ -15,9 +14,11 @@ import torch
 from torch import Tensor
 
 from pipeline.interpreter.native import Functions, load_functions
+from pipeline.interpreter.numerics import NATIVE, multiplied_as
 
 GROUPS, COLUMNS = (32, 64, 128, 256), 16  # what both INT4 kernels take; columns in multiples
 WIDTH = 8  # … and inputs of the INT8 kernel
+PART = 128  # inputs of a group that native/linear.c rounds together
 FEWEST_SHARED = 1 << 20  # multiplications, from which on another thread pays
 
 # x [rows, in], packed, scales → [rows, out]
@@ -26,14 +27,13 @@ Multiply = Callable[[Tensor, Tensor, Tensor], Tensor]
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class PackedKernel:
-    """most_rows: up to which it beats a product with weights dequantized before (it unpacks anew for every few rows):
-    of INT8 fewer where that product is in bf16, which reads half as much as one in fp32.
+    """most_rows: up to which it beats a product with weights dequantized before; None where it does for any number.
     bits: of a weight. pack: values [in, out] → as the kernel reads them; scale: [in / group, out] → the same.
-    multiply(group, held): the product, in the type `held`; rows are taken as bf16 or fp32, sums are fp32."""
+    multiply(group, held): the product, in the type `held`; sums are fp32."""
 
     name: str
     bits: int
-    most_rows: int
+    most_rows: int | None
     pack: Callable[[Tensor], Tensor]
     scale: Callable[[Tensor], Tensor]
     multiply: Callable[[int, torch.dtype], Multiply]
@@ -70,27 +70,30 @@ TORCH = PackedKernel(name="torch", bits=4, most_rows=8, pack=_torch_pack, scale=
 
 
 def native_kernel(dtype: str, functions: Functions) -> PackedKernel:
-    pairs = functions.takes is torch.bfloat16  # two inputs at once
+    """Integer products in C (native/linear.c). Where the processor is fast in bf16, many rows are faster in it: of INT8
+    fewer, because a bf16 weight is but twice as long."""
     if dtype == "int4":
-        function, bits, most_rows, pack = functions.int4_linear, 4, 32, _pack_int4
+        function, bits, fewest_fast, pack = functions.int4_linear, 4, 32, _pack_int4
     else:
-        function, bits, most_rows = functions.int8_linear, 8, 8 if pairs else 32
-        pack = functools.partial(_pack_int8, together=2 if pairs else 4)
+        function, bits, fewest_fast, pack = functions.int8_linear, 8, 8, _pack_int8
 
     def multiply(group: int, held: torch.dtype) -> Multiply:
-        made = torch.bfloat16 if held is torch.bfloat16 else torch.float32
+        made = held if held is torch.bfloat16 else torch.float32
 
         def run(x: Tensor, packed: Tensor, scales: Tensor) -> Tensor:
-            x = x.to(functions.takes).contiguous()
+            x = (x if x.dtype in NATIVE else x.float()).contiguous()
             (rows, width), columns = x.shape, scales.shape[0] * COLUMNS
             y = torch.empty(rows, columns, dtype=made)
             threads = torch.get_num_threads() if rows * width * columns >= FEWEST_SHARED else 1
+            scratch = torch.empty(rows * (width // 2 + 2 * (width // group) * -(-group // PART)), dtype=torch.int32)
             function(
+                x.dtype is torch.bfloat16,
                 x.data_ptr(),
                 packed.data_ptr(),
                 scales.data_ptr(),
+                made is torch.bfloat16,
                 y.data_ptr(),
-                made is torch.float32,
+                scratch.data_ptr(),
                 rows,
                 width,
                 columns,
@@ -102,7 +105,12 @@ def native_kernel(dtype: str, functions: Functions) -> PackedKernel:
         return run
 
     return PackedKernel(
-        name="native", bits=bits, most_rows=most_rows, pack=pack, scale=_native_scale, multiply=multiply
+        name="native",
+        bits=bits,
+        most_rows=fewest_fast if multiplied_as(torch.bfloat16) is torch.bfloat16 else None,
+        pack=pack,
+        scale=_native_scale,
+        multiply=multiply,
     )
 
 
@@ -114,9 +122,10 @@ def _pack_int4(values: Tensor) -> Tensor:
     return words.to(torch.int16).contiguous()  # the lower 16 bits
 
 
-def _pack_int8(values: Tensor, together: int) -> Tensor:
-    """[out / 16, in / together, 16, together] bytes."""
-    return values.t().reshape(values.shape[1] // COLUMNS, COLUMNS, -1, together).transpose(1, 2).contiguous()
+def _pack_int8(values: Tensor) -> Tensor:
+    """[out / 16, in / 4, 16, 2, 2] bytes, inputs 0, 2, 1 and 3 of four."""
+    width, columns = values.shape
+    return values.t().reshape(columns // COLUMNS, COLUMNS, width // 4, 2, 2).permute(0, 2, 1, 4, 3).contiguous()
 
 
 def _native_scale(scales: Tensor) -> Tensor:

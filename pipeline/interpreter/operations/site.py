@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
 from typing import TYPE_CHECKING, Any, TypeVar
 
 import torch
@@ -33,6 +33,7 @@ class Site:
     # prepare(index, form, nbytes, make): what `make` makes of that constant, made once for all plans of the program;
     # None where so many bytes may not be kept.
     prepare: Callable[[int, str, int, Callable[[], torch.Tensor]], torch.Tensor | None]
+    unread: set[int] = field(default_factory=set)  # inputs of the node that the kernel says it never reads
 
     def part(self, *indices: int) -> Site:
         """As if the node had only these inputs, in this order."""
