@@ -10,11 +10,11 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING
 
-from pipeline.interpreter.graph import Graph, rewrite
+from pipeline.interpreter.graph import drop_unused, merge_equal, rewrite
 from pipeline.interpreter.rules import attention, experts, linear, pointwise, rotary
 
 if TYPE_CHECKING:
-    from pipeline.interpreter.graph import Rule
+    from pipeline.interpreter.graph import Graph, Rule
     from pipeline.interpreter.numerics import Numerics
 
 RULES: tuple[Rule, ...] = (
@@ -41,12 +41,14 @@ FAST_RULES: tuple[Rule, ...] = (
     linear.prepare_packed_linear,
     linear.merge_packed_linears,
 )
-
-
-LAST_FAST_RULES: tuple[Rule, ...] = (attention.attend_in_place,)  # on what the others made
+# On what the others made and equal nodes merged.
+LAST_FAST_RULES: tuple[Rule, ...] = (attention.attend_in_place, rotary.write_rotated)
 
 
 def fuse(graph: Graph, numerics: Numerics) -> Graph:
-    for rule in (*FAST_RULES, *RULES, *LAST_FAST_RULES) if numerics.mode == "fast" else RULES:
+    for rule in (*FAST_RULES, *RULES) if numerics.mode == "fast" else RULES:
+        graph = rewrite(graph, rule)
+    graph = drop_unused(merge_equal(graph, numerics))
+    for rule in LAST_FAST_RULES if numerics.mode == "fast" else ():
         graph = rewrite(graph, rule)
     return graph

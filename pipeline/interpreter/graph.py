@@ -15,13 +15,13 @@ if TYPE_CHECKING:
     from pipeline.network.program import Node, Program, TensorSpec
 
 # Kinds that write to an input; the plugins that do know it themselves.
-IN_PLACE = {"kv_cache_update": 0, "write_cache_rows": 0}
+IN_PLACE = {"kv_cache_update": (0,), "write_cache_rows": (0,), "rotate_into_cache": (3, 4)}
 
 
 def updates(node: Node) -> tuple[int, ...]:
     """The inputs that a node writes to: it is never merged, never folded."""
     if node.kind in IN_PLACE:
-        return (IN_PLACE[node.kind],)
+        return IN_PLACE[node.kind]
     return updated_inputs(node.kind, node.attributes)
 
 

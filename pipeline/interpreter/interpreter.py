@@ -12,7 +12,7 @@ from pipeline.interpreter.compiler import compile_plan
 from pipeline.interpreter.constants import Constants
 from pipeline.interpreter.errors import ExecutionError, FeedError
 from pipeline.interpreter.fusion import fuse
-from pipeline.interpreter.graph import Graph, drop_unused, merge_equal, updates
+from pipeline.interpreter.graph import Graph, drop_unused, updates
 from pipeline.interpreter.numerics import Mode, Numerics
 from pipeline.interpreter.plan import Plan
 
@@ -100,7 +100,6 @@ class Interpreter:
             graph = drop_unused(Graph.of(self.program, taps))
             if self._optimize:
                 graph = fuse(graph, self.numerics)
-                graph = drop_unused(merge_equal(graph, self.numerics))
             names = tuple(spec.name for spec in self.program.inputs)
             self._plans[taps] = compile_plan(graph, names, self.numerics, self._constants)
         return self._plans[taps]

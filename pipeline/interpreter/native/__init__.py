@@ -1,5 +1,5 @@
-"""Kernels in C for decoding, where torch has none as fast: INT4 or INT8 weights times few rows, the RMS norm, and
-attention over the blocks of the cache.
+"""Kernels in C for decoding, where torch has none as fast: INT4 or INT8 weights times rows, the RMS norm, rotation into
+the cache, and attention over its blocks.
 
 Compiled in a second when first asked for, by the machine's own compiler and for its processor. Without a compiler
 torch's kernels run: more slowly, within the same roundings.
@@ -17,10 +17,11 @@ from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
 
-SOURCES = tuple(Path(__file__).with_name(name) for name in ("linear.c", "norm.c", "attention.c"))
+SOURCES = tuple(Path(__file__).with_name(name) for name in ("linear.c", "norm.c", "rotary.c", "attention.c"))
 FLAGS = ("-O3", "-march=native", "-fopenmp", "-shared", "-fPIC")
 COMPILERS = ("gcc", "cc", "clang")
 SECONDS = 60
+CHECKED = ("rotate_into_cache", "attend_pages")
 _POINTER, _FLOAT, _INT, _LONG = ctypes.c_void_p, ctypes.c_float, ctypes.c_int, ctypes.c_long
 
 Function = Callable[..., None]
@@ -34,6 +35,7 @@ class Functions:
     int4_linear: Function
     int8_linear: Function
     rms_norm: Function
+    rotate_into_cache: Checked
     attend_pages: Checked
 
 
@@ -63,9 +65,10 @@ def load_functions(*options: str) -> Functions | None:
         "int4_linear": linear,
         "int8_linear": linear,
         "rms_norm": [_INT, *[_POINTER] * 3, _FLOAT, *[_LONG] * 2],
+        "rotate_into_cache": [_INT, _INT, *[_POINTER] * 7, *[_LONG] * 7, _INT],
         "attend_pages": [_INT, *[_POINTER] * 7, *[_LONG] * 8, _INT],
     }
     functions = {name: getattr(loaded, name) for name in arguments}
     for name, function in functions.items():
-        function.argtypes, function.restype = arguments[name], _INT if name == "attend_pages" else None
+        function.argtypes, function.restype = arguments[name], _INT if name in CHECKED else None
     return Functions(**functions)

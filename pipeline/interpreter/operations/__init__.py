@@ -74,6 +74,7 @@ OPERATIONS: dict[str, Operation] = {
     "linear_packed": Operation(linear.compile_linear_packed, absorbs=(1, 2, 3)),
     "linears_packed": Operation(linear.compile_linears_packed, absorbs=tuple(range(1, 13))),
     "rotate_heads": Operation(rotation.compile_rotate_heads),
+    "rotate_into_cache": Operation(rotation.compile_rotate_into_cache),
     "page_rows": Operation(fused.compile_page_rows),
     "chosen_experts": Operation(experts.compile_chosen_experts, absorbs=(*experts.STACKS, *range(8, 14))),
     "gate": Operation(fused.compile_gate),

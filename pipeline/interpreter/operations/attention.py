@@ -10,6 +10,8 @@ from torch import Tensor
 
 from pipeline.interpreter.operations.site import Kernel, Site
 
+Places = tuple[Tensor, Tensor | None]  # see cache_rows
+
 
 def compile_rotary_embedding(site: Site) -> Kernel:
     """Inputs: data [B, N, S, D], cos and sin [positions, d/2], position ids [B, S] (without: tables [B, S, d/2]).
@@ -64,7 +66,7 @@ def compile_kv_cache_update(site: Site) -> Kernel:
     )
 
 
-def cache_rows(starts: Tensor, lengths: Tensor, heads: int, size: int) -> tuple[Tensor, Tensor | None]:
+def cache_rows(starts: Tensor, lengths: Tensor, heads: int, size: int) -> Places:
     """Where packed rows go: their index into the cache flattened to [blocks * heads * size], for each row and head,
     and, where some rows fall outside their block, which rows stay (else None)."""
     bounds = lengths.to(torch.int64)
@@ -80,7 +82,7 @@ def cache_rows(starts: Tensor, lengths: Tensor, heads: int, size: int) -> tuple[
     return rows.reshape(-1), kept
 
 
-def write_rows(cache: Tensor, update: Tensor, target: tuple[Tensor, Tensor | None]) -> Tensor:
+def write_rows(cache: Tensor, update: Tensor, target: Places) -> Tensor:
     rows, kept = target
     if kept is not None:
         update = update[kept]

@@ -7,9 +7,13 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from pipeline.interpreter.native import load_functions
+from pipeline.interpreter.numerics import NATIVE
+from pipeline.interpreter.operations.attention import Places, write_rows
 from pipeline.interpreter.operations.site import Kernel, Site
 
 Turns = tuple[Tensor, Tensor]
+FEWEST_SHARED = 1 << 17  # values, from which on another thread pays
 
 
 def compile_rotary_rows(site: Site) -> Kernel:
@@ -86,6 +90,50 @@ def compile_rotate_heads(site: Site) -> Kernel:
         return turned.narrow(1, 0, left), turned.narrow(1, left, right)
 
     return rotate_heads
+
+
+def compile_rotate_into_cache(site: Site) -> Kernel:
+    """Inputs: x [T, heads, D], of which the first are queries, keys and values, turns, rows of the cache, the pools of
+    keys and values. → queries rotated; the pools, with keys rotated and values written to those rows."""
+    rotate_heads, held, functions = compile_rotate_heads(site), site.held(), load_functions()
+    (heads, kv_heads), (_, all_heads, width) = site.attribute("counts"), site.spec(0).shape
+    values_at, dim = heads + kv_heads, int(site.attribute("dim")) or width
+
+    def in_parts(x: Tensor, turns: Any, target: Places, keys: Tensor, values: Tensor) -> tuple[Tensor, ...]:
+        q, k = rotate_heads(x, turns)
+        return q, write_rows(keys, k, target), write_rows(values, x.narrow(1, values_at, kv_heads), target)
+
+    def at_once(x: Tensor, turns: Any, target: Places, keys: Tensor, values: Tensor) -> tuple[Tensor, ...]:
+        places, kept = target
+        if functions is None or kept is not None or x.dtype is not held:
+            return in_parts(x, turns, target, keys, values)
+        x, count = x.contiguous(), len(x)
+        cos, sin = (turns, None) if isinstance(turns, Tensor) else turns
+        q = torch.empty(count, heads, width, dtype=held)
+        refused = functions.rotate_into_cache(
+            held is torch.bfloat16,
+            sin is None,
+            x.data_ptr(),
+            cos.data_ptr(),
+            None if sin is None else sin.data_ptr(),
+            places.data_ptr(),
+            keys.data_ptr(),
+            values.data_ptr(),
+            q.data_ptr(),
+            count,
+            heads,
+            kv_heads,
+            all_heads - values_at - kv_heads,
+            width,
+            dim,
+            keys.numel() // width,
+            torch.get_num_threads() if x.numel() >= FEWEST_SHARED else 1,
+        )
+        if refused:
+            raise IndexError(f"rows are written to places that are none of the {keys.numel() // width} of the cache")
+        return q, keys, values
+
+    return at_once if held in NATIVE else in_parts
 
 
 def compile_rotate_rows(site: Site) -> Kernel:

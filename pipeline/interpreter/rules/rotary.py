@@ -5,7 +5,7 @@ from __future__ import annotations
 from dataclasses import replace
 from typing import TYPE_CHECKING
 
-from pipeline.interpreter.rules.match import maker_of, part, through_cast
+from pipeline.interpreter.rules.match import is_node, maker_of, part, through_cast
 
 if TYPE_CHECKING:
     from pipeline.interpreter.graph import Graph
@@ -107,11 +107,49 @@ def join_rotations(graph: Graph, node: Node) -> list[Node] | None:
     return [turns, replace(left, kind="rotate_heads", inputs=inputs, outputs=outputs, attributes=attributes)]
 
 
+def write_rotated(graph: Graph, node: Node) -> list[Node] | None:
+    """Keys rotated beside their queries and written to the cache, and values, the heads after them: all at once."""
+    rotations = [node]
+    if node.kind == "write_cache_rows":  # of keys, or of values
+        made = graph.makers.get(str(node.inputs[1]))
+        source = made.inputs[0] if made is not None and made.kind == "slice" else None
+        rotations = [made] if made is not None else []
+        rotations += graph.users(source) if source is not None else ()
+    for rotation in rotations:
+        writes = _cache_writes(graph, rotation) if rotation.kind == "rotate_heads" else None
+        if writes is not None and node in writes:
+            return []
+        if writes is not None and node is rotation:
+            keys, values = writes
+            inputs = (*rotation.inputs, keys.inputs[2], keys.inputs[0], values.inputs[0])
+            outputs = (rotation.outputs[0], keys.outputs[0], values.outputs[0])
+            return [replace(rotation, kind="rotate_into_cache", inputs=inputs, outputs=outputs)]
+    return None
+
+
+def _cache_writes(graph: Graph, rotation: Node) -> tuple[Node, Node] | None:
+    """The writes of a rotation's keys and of the values behind them, where both go to the same rows."""
+    (queries, count), keys = rotation.attributes["counts"], rotation.outputs[1].name
+    writes = [user for user in graph.users(keys) if user.kind == "write_cache_rows"]
+    if keys in graph.wanted or len(graph.users(keys)) != 1 or len(writes) != 1:
+        return None
+    for piece in graph.users(str(rotation.inputs[0])):
+        if piece.kind == "slice" and _heads_of(graph, piece) == (rotation.inputs[0], queries + count, count):
+            for user in graph.users(piece.outputs[0].name):
+                if user.kind == "write_cache_rows" and user.inputs[2] == writes[0].inputs[2]:
+                    return writes[0], user
+    return None
+
+
 def _slice_of_heads(graph: Graph, rotation: Node) -> tuple[str, int, int] | None:
-    """A rotation's input as heads first … first + count of a tensor [T, heads, D], where it is that: its name, first
-    and count."""
-    piece = maker_of(graph, rotation.inputs[0], "slice", axes=[1], stride=[1])
-    if piece is None or len(piece.inputs) != 1:
+    """Of what heads a rotation is, where its input is a slice of some."""
+    piece = graph.maker(rotation.inputs[0], "slice")
+    return None if piece is None else _heads_of(graph, piece)
+
+
+def _heads_of(graph: Graph, piece: Node) -> tuple[str, int, int] | None:
+    """A slice that takes heads first … first + count of a tensor [T, heads, D]: its name, first and count."""
+    if not is_node(piece, "slice", axes=[1], stride=[1]) or len(piece.inputs) != 1:
         return None
     return str(piece.inputs[0]), int(piece.attributes["start"][0]), int(piece.attributes["size"][0])
 
