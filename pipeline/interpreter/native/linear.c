@@ -8,7 +8,6 @@
 // of output n and input 2s + p, plus 8. INT8: for every 16 outputs and 4 inputs 64 bytes; of word n, byte s + 2p is the
 // weight of output n and input 2s + p.
 #include <math.h>
-#include <omp.h>
 
 #include "vectors.h"
 
@@ -16,6 +15,7 @@ enum {
     PART = 128,    // inputs that share a unit
     TILE = 8,      // rows that are multiplied by a weight while it is in a register
     NEAR = 16,     // blocks of 16 outputs whose weights stay in the cache while all rows pass
+    SHARES = 8,    // of each thread, at least
     AHEAD = 4096,  // bytes: weights are read once, from memory
 };
 
@@ -133,31 +133,30 @@ INLINE tile tile_at(long row, int32_t *scratch, long parts, shape s) {
 INLINE void linear(const int bits, int bf16_x, const void *x, const uint8_t *weights, const float *scales, int bf16_y,
                    void *y, int32_t *scratch, long groups, int threads, shape s) {
     const long parts = groups * ((s.length + PART - 1) / PART), blocks = s.out / 16;
-#pragma omp parallel num_threads(threads)
-    {
-#pragma omp for schedule(static)
-        for (long row = 0; row < s.rows; row += TILE) {
-            const long count = s.rows - row < TILE ? s.rows - row : TILE;
-            if (bf16_x)
-                write_tile(1, (const uint16_t *)x + row * s.in, count, s, tile_at(row, scratch, parts, s));
-            else
-                write_tile(0, (const float *)x + row * s.in, count, s, tile_at(row, scratch, parts, s));
-        }
-        const long own = omp_get_thread_num(), team = omp_get_num_threads(), end = blocks * (own + 1) / team;
-        for (long near = blocks * own / team; near < end; near += NEAR)
-            for (long row = 0; row < s.rows; row += TILE)
-                for (long n = near; n < end && n < near + NEAR; n++) {
-                    const int count = s.rows - row < TILE ? (int)(s.rows - row) : TILE;
-                    const tile rows = tile_at(row, scratch, parts, s);
-                    float sums[TILE * 16];
-                    if (bits == 4)  // a constant once more: the parallel part is a function of its own
-                        multiply(4, count, rows, s, weights + n * s.in * 8, scales + n * groups * 16, sums);
-                    else
-                        multiply(8, count, rows, s, weights + n * s.in * 16, scales + n * groups * 16, sums);
-                    for (int m = 0; m < count; m++)
-                        for (int i = 0; i < 16; i++) put(bf16_y, y, (row + m) * s.out + 16 * n + i, sums[16 * m + i]);
-                }
+#pragma omp parallel for num_threads(threads) if (s.rows > TILE)
+    for (long row = 0; row < s.rows; row += TILE) {
+        const long count = s.rows - row < TILE ? s.rows - row : TILE;
+        if (bf16_x)
+            write_tile(1, (const uint16_t *)x + row * s.in, count, s, tile_at(row, scratch, parts, s));
+        else
+            write_tile(0, (const float *)x + row * s.in, count, s, tile_at(row, scratch, parts, s));
     }
+    // Who comes first takes the next blocks: another thread may have to be woken, which takes as long as many of them.
+    const long share = blocks / (SHARES * threads), near = share < 1 ? 1 : share < NEAR ? share : NEAR;
+#pragma omp parallel for num_threads(threads) schedule(dynamic)
+    for (long first = 0; first < blocks; first += near)
+        for (long row = 0; row < s.rows; row += TILE)
+            for (long n = first; n < blocks && n < first + near; n++) {
+                const int count = s.rows - row < TILE ? (int)(s.rows - row) : TILE;
+                const tile rows = tile_at(row, scratch, parts, s);
+                float sums[TILE * 16];
+                if (bits == 4)  // a constant once more: the parallel part is a function of its own
+                    multiply(4, count, rows, s, weights + n * s.in * 8, scales + n * groups * 16, sums);
+                else
+                    multiply(8, count, rows, s, weights + n * s.in * 16, scales + n * groups * 16, sums);
+                for (int m = 0; m < count; m++)
+                    for (int i = 0; i < 16; i++) put(bf16_y, y, (row + m) * s.out + 16 * n + i, sums[16 * m + i]);
+            }
 }
 
 // x and y [rows, out]: bf16 or float. out: a multiple of 16; in / groups: of 8. `scratch`: rows * (in / 2 + 2 * parts)
