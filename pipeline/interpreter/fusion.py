@@ -42,7 +42,12 @@ FAST_RULES: tuple[Rule, ...] = (
     linear.merge_packed_linears,
 )
 # On what the others made and equal nodes merged.
-LAST_FAST_RULES: tuple[Rule, ...] = (attention.attend_in_place, rotary.write_rotated)
+LAST_FAST_RULES: tuple[Rule, ...] = (
+    attention.attend_in_place,
+    attention.attend_packed,
+    rotary.write_rotated,
+    pointwise.sum_and_norm,
+)
 
 
 def fuse(graph: Graph, numerics: Numerics) -> Graph:

@@ -10,7 +10,7 @@ import pytest
 import torch
 
 from pipeline.interpreter.fusion import fuse
-from pipeline.interpreter.graph import Graph, drop_unused, merge_equal
+from pipeline.interpreter.graph import Graph, drop_unused
 from pipeline.interpreter.interpreter import Interpreter
 from pipeline.interpreter.numerics import FAST_MARGIN, Mode, Numerics
 from pipeline.network.program import Program
@@ -23,8 +23,7 @@ from tests.network import models
 
 def kinds(program: Program, mode: Mode = "declared") -> Counter[str]:
     numerics = Numerics(mode)
-    graph = fuse(drop_unused(Graph.of(program, ())), numerics)
-    return Counter(node.kind for node in drop_unused(merge_equal(graph, numerics)).nodes)
+    return Counter(node.kind for node in fuse(drop_unused(Graph.of(program, ())), numerics).nodes)
 
 
 @pytest.fixture(scope="module")
@@ -56,12 +55,19 @@ def test_what_depends_on_the_step_only_is_computed_once(programs: dict[str, Prog
 
 def test_fast_mode_does_in_one_what_shares_an_input(programs: dict[str, Program]) -> None:
     found = kinds(programs["llama_int4_plain"], "fast")
-    assert [found[kind] for kind in ("rotate_heads", "head_turns", "rotate_rows")] == [3, 1, 0]
+    assert [found[kind] for kind in ("rotate_into_cache", "head_turns", "rotate_rows", "rotate_heads")] == [3, 1, 0, 0]
+    assert [found[kind] for kind in ("write_cache_rows", "cache_rows")] == [0, 1]
+    assert [found[kind] for kind in ("sum_norm", "rms_norm", "elementwise")] == [
+        2 * 3 - 1,
+        2,
+        1,
+    ]  # the ends of a stream
     assert [found[kind] for kind in ("linears_packed", "linear_packed", "linear")] == [3, 2 * 3, 3 + 1]  # qkv is 16-bit
     scaled = kinds(programs["llama_int4"], "fast")  # each linear scales its own input
     assert [scaled[kind] for kind in ("linears_packed", "linear_packed")] == [0, 4 * 3]
-    assert [found[kind] for kind in ("attend_pages", "attend", "gather_pages", "page_rows")] == [3, 0, 0, 1]
-    assert kinds(programs["deepseek_v2_int4"], "fast")["rotate_heads"] == 0  # q and k are no slices of one tensor
+    assert [found[kind] for kind in ("attend_packed", "attend", "gather_pages", "page_rows")] == [3, 0, 0, 1]
+    latent = kinds(programs["deepseek_v2_int4"], "fast")  # q and k are no slices of one tensor
+    assert [latent[kind] for kind in ("rotate_heads", "rotate_into_cache", "write_cache_rows")] == [0, 0, 3]
 
 
 def test_norms_and_constant_products_are_found(programs: dict[str, Program]) -> None:

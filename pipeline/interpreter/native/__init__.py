@@ -1,5 +1,5 @@
-"""Kernels in C for decoding, where torch has none as fast: INT4 or INT8 weights times rows, the RMS norm, rotation into
-the cache, and attention over its blocks.
+"""Kernels in C for decoding, where torch has none as fast: INT4 or INT8 weights times rows, rotation into the cache,
+attention over its blocks, norms and gates.
 
 Compiled in a second when first asked for, by the machine's own compiler and for its processor. Without a compiler
 torch's kernels run: more slowly, within the same roundings.
@@ -17,7 +17,7 @@ from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
 
-SOURCES = tuple(Path(__file__).with_name(name) for name in ("linear.c", "norm.c", "rotary.c", "attention.c"))
+SOURCES = tuple(Path(__file__).with_name(name) for name in ("linear.c", "pointwise.c", "rotary.c", "attention.c"))
 FLAGS = ("-O3", "-march=native", "-fopenmp", "-shared", "-fPIC")
 COMPILERS = ("gcc", "cc", "clang")
 SECONDS = 60
@@ -35,6 +35,7 @@ class Functions:
     int4_linear: Function
     int8_linear: Function
     rms_norm: Function
+    gate: Function
     rotate_into_cache: Checked
     attend_pages: Checked
 
@@ -64,7 +65,8 @@ def load_functions(*options: str) -> Functions | None:
     arguments = {
         "int4_linear": linear,
         "int8_linear": linear,
-        "rms_norm": [_INT, *[_POINTER] * 3, _FLOAT, *[_LONG] * 2],
+        "rms_norm": [_INT, *[_POINTER] * 5, _FLOAT, *[_LONG] * 2],
+        "gate": [_INT, *[_POINTER] * 3, *[_LONG] * 4],
         "rotate_into_cache": [_INT, _INT, *[_POINTER] * 7, *[_LONG] * 7, _INT],
         "attend_pages": [_INT, *[_POINTER] * 7, *[_LONG] * 8, _INT],
     }

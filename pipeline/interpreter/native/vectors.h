@@ -1,5 +1,6 @@
 // Vectors of the compiler (GCC's and clang's extension), as wide as the processor's, and bf16 as its bits.
 #pragma once
+#include <math.h>
 #include <stdint.h>
 #include <string.h>
 
@@ -82,3 +83,17 @@ INLINE void put(const int bf16, void *to, long place, float value) {
 }
 
 INLINE float as(const int bf16, float value) { return bf16 ? from_bf16(to_bf16(value)) : value; }
+
+// e^x for x <= 0, to 2e-7 relative: 2^n times a polynomial in what is left (Cephes' expf). 0 below -87, NaN for NaN.
+INLINE float exponential(float x) {
+    const float n = floorf((x > -87.0f ? x : -87.0f) * 1.44269504f + 0.5f);  // of NaN too a number: n becomes an int
+    const float r = x - n * 0.693359375f + n * 2.12194440e-4f;
+    float p = 1.9875691500e-4f;
+    p = p * r + 1.3981999507e-3f;
+    p = p * r + 8.3334519073e-3f;
+    p = p * r + 4.1665795894e-2f;
+    p = p * r + 1.6666665459e-1f;
+    p = p * r + 5.0000001201e-1f;
+    p = p * r * r + r + 1.0f;
+    return x < -87.0f ? 0.0f : p * power_of_two((int)n);
+}

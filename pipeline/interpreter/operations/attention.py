@@ -5,6 +5,7 @@ B sequences, N heads, Q query rows, K key rows, S rows, D head size, T packed ro
 
 from __future__ import annotations
 
+import numpy as np
 import torch
 from torch import Tensor
 
@@ -69,17 +70,17 @@ def compile_kv_cache_update(site: Site) -> Kernel:
 def cache_rows(starts: Tensor, lengths: Tensor, heads: int, size: int) -> Places:
     """Where packed rows go: their index into the cache flattened to [blocks * heads * size], for each row and head,
     and, where some rows fall outside their block, which rows stay (else None)."""
-    bounds = lengths.to(torch.int64)
-    counts = bounds.diff()
-    blocks = torch.repeat_interleave(torch.arange(len(counts)), counts)
-    offsets = torch.arange(len(blocks)) + (starts.to(torch.int64) - bounds[:-1])[blocks]
+    bounds = lengths.numpy().astype(np.int64)  # a dozen small steps: numpy's calls cost a fifth of torch's
+    counts = np.diff(bounds)
+    blocks = np.repeat(np.arange(len(counts)), counts)
+    offsets = np.arange(len(blocks)) + (starts.numpy().astype(np.int64) - bounds[:-1])[blocks]
     inside = (offsets >= 0) & (offsets < size)
     kept = None
-    if not bool(inside.all()):
-        kept = inside.nonzero().squeeze(1)
-        blocks, offsets = blocks[kept], offsets[kept]
-    rows = (blocks * (heads * size) + offsets).unsqueeze(1) + torch.arange(heads) * size
-    return rows.reshape(-1), kept
+    if not inside.all():
+        (places,) = inside.nonzero()
+        blocks, offsets, kept = blocks[places], offsets[places], torch.from_numpy(places)
+    rows = (blocks * (heads * size) + offsets)[:, None] + np.arange(heads) * size
+    return torch.from_numpy(rows.reshape(-1)), kept
 
 
 def write_rows(cache: Tensor, update: Tensor, target: Places) -> Tensor:

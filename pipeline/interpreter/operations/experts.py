@@ -8,8 +8,8 @@ import torch
 from torch import Tensor
 
 from pipeline.interpreter.numerics import multiplied_as
-from pipeline.interpreter.operations.fused import compile_gate
 from pipeline.interpreter.operations.packed import pick_kernel
+from pipeline.interpreter.operations.pointwise import compile_gate
 from pipeline.interpreter.operations.products import fill_rows, round_steps
 from pipeline.interpreter.operations.site import Kernel, Site
 

@@ -2,13 +2,14 @@
 
 from __future__ import annotations
 
+from typing import Any
+
 import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from pipeline.interpreter.native import Function, load_functions
+from pipeline.interpreter.native import load_functions
 from pipeline.interpreter.numerics import NATIVE, multiplied_as
-from pipeline.interpreter.operations.arithmetic import compile_sigmoid
 from pipeline.interpreter.operations.attention import cache_rows, mask_bias, write_rows
 from pipeline.interpreter.operations.movement import select_rows
 from pipeline.interpreter.operations.products import ROWS, fill_rows
@@ -20,7 +21,6 @@ MOST_SCORES = 1 << 24  # of a layer held at once in exact mode, 64 MiB
 # Fast mode: between these numbers of scores per head, and in all, plain products are up to three times as fast as
 # torch's fused attention. They round scores and probabilities to bf16, as transformers' eager attention does.
 FEWEST_PLAIN, MOST_PLAIN = 1 << 8, 1 << 24
-MOST_NORMED = 1 << 16  # values that one thread norms
 FEWEST_SHARED = 1 << 17  # multiplications of attention, from which on another thread pays
 
 
@@ -149,6 +149,24 @@ def compile_attend_pages(site: Site) -> Kernel:
     return attend
 
 
+def compile_attend_packed(site: Site) -> Kernel:
+    """Packed rows q [T, N, D] laid out by sequence, attention, its rows [T, N * D] packed again. Inputs: as of
+    attend_pages; the index that lays out and that which packs, each with its rows (row_index). Where each sequence has
+    one row, nothing has to be laid out."""
+    attend, take = compile_attend_pages(site), compile_take_rows(site)
+
+    def run(q: Tensor, keys: Tensor, values: Tensor, table: Tensor, rows: Tensor, bias: Tensor, *places: Any) -> Tensor:
+        pad, pad_rows, unpad, unpad_rows = places
+        if pad_rows is None and unpad_rows is None and len(q) == len(table) == pad.numel() == unpad.numel():
+            single: Tensor = attend(q.unsqueeze(2), keys, values, table, rows, bias)
+            return single.reshape(len(q), -1)
+        y = attend(take(q, pad, pad_rows).permute(0, 2, 1, 3), keys, values, table, rows, bias)
+        packed: Tensor = take(y.permute(0, 2, 1, 3).flatten(2).flatten(0, 1), unpad, unpad_rows)
+        return packed
+
+    return run
+
+
 def compile_page_rows(site: Site) -> Kernel:
     """Block table [B, MB] → rows of the pool seen as [blocks * N, …], in the order B, N, MB."""
     heads = torch.arange(site.attribute("heads")).reshape(1, -1, 1)
@@ -166,54 +184,6 @@ def compile_gather_pages(site: Site) -> Kernel:
         return pages.view(batch, heads, columns * size, width)
 
     return gather
-
-
-def compile_rms_norm(site: Site) -> Kernel:
-    """Rounded where the chain that it stands for is: the quotient once, its product with the weight once."""
-    normal, width = site.numerics.held(site.attribute("normal")), site.spec(0).shape[-1]
-
-    def norm(x: Tensor, weight: Tensor, eps: Tensor) -> Tensor:
-        wide = x.float()
-        root = (wide * wide).mean(-1, keepdim=True).add_(eps).sqrt_()
-        return (wide / root).to(normal) * weight
-
-    def norm_fast(x: Tensor, weight: Tensor, eps: Tensor) -> Tensor:
-        wide = x.float()
-        length = torch.linalg.vector_norm(wide, dim=-1, keepdim=True)
-        factor = torch.addcmul(eps, length, length, value=1 / width).rsqrt_()
-        return (wide * factor).to(normal) * weight
-
-    if site.numerics.mode != "fast" or width < 1:
-        return norm
-    functions = load_functions()
-    if functions is None or normal not in NATIVE:
-        return norm_fast
-    return _compile_native_norm(site, functions.rms_norm, normal, norm_fast)
-
-
-def _compile_native_norm(site: Site, rms_norm: Function, normal: torch.dtype, general: Kernel) -> Kernel:
-    """`general`, except where the rows are few enough for one thread."""
-    width = site.spec(0).shape[-1]
-
-    def norm(x: Tensor, weight: Tensor, eps: Tensor) -> Tensor:
-        if x.numel() > MOST_NORMED or x.dtype is not normal or weight.dtype is not normal:
-            result: Tensor = general(x, weight, eps)
-            return result
-        x, weight = x.contiguous(), weight.contiguous()
-        y: Tensor = torch.empty_like(x)
-        is_bf16 = normal is torch.bfloat16
-        rms_norm(is_bf16, x.data_ptr(), weight.data_ptr(), y.data_ptr(), eps.item(), x.numel() // width, width)
-        return y
-
-    return norm
-
-
-def compile_gate(site: Site) -> Kernel:
-    """(g * sigmoid(g)) * u, rounded where the chain is, except in fast mode, where silu(g) is rounded once."""
-    if site.numerics.mode == "fast":
-        return lambda g, u: F.silu(g).mul_(u)
-    sigmoid = compile_sigmoid(site)
-    return lambda g, u: sigmoid(g).mul_(g).mul_(u)
 
 
 def compile_row_index(site: Site) -> Kernel:

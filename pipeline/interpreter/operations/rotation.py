@@ -93,13 +93,16 @@ def compile_rotate_heads(site: Site) -> Kernel:
 
 
 def compile_rotate_into_cache(site: Site) -> Kernel:
-    """Inputs: x [T, heads, D], of which the first are queries, keys and values, turns, rows of the cache, the pools of
-    keys and values. → queries rotated; the pools, with keys rotated and values written to those rows."""
-    rotate_heads, held, functions = compile_rotate_heads(site), site.held(), load_functions()
-    (heads, kv_heads), (_, all_heads, width) = site.attribute("counts"), site.spec(0).shape
+    """Inputs: x [T, heads, D] in any shape, of which the first heads are queries, keys and values; turns, rows of the
+    cache, the pools of keys and values. → queries rotated; the pools, with keys rotated and values written to those
+    rows."""
+    held, functions = site.held(), load_functions()
+    (heads, kv_heads), (all_heads, width) = site.attribute("counts"), site.attribute("shape")
     values_at, dim = heads + kv_heads, int(site.attribute("dim")) or width
+    rotate_heads = compile_rotate_heads(site)
 
     def in_parts(x: Tensor, turns: Any, target: Places, keys: Tensor, values: Tensor) -> tuple[Tensor, ...]:
+        x = x.view(-1, all_heads, width)
         q, k = rotate_heads(x, turns)
         return q, write_rows(keys, k, target), write_rows(values, x.narrow(1, values_at, kv_heads), target)
 
@@ -138,7 +141,7 @@ def compile_rotate_into_cache(site: Site) -> Kernel:
 
 def compile_rotate_rows(site: Site) -> Kernel:
     """[T, heads, D], rotated in fp32 and rounded once."""
-    held, width = site.held(), site.spec(0).shape[-1]
+    held, width = site.held(), site.node.outputs[0].shape[-1]
     dim = int(site.attribute("dim")) or width
     half = dim // 2
     fast = site.numerics.mode == "fast"  # one rounding less: a fused multiply-add

@@ -73,6 +73,24 @@ def attend_in_place(graph: Graph, node: Node) -> list[Node] | None:
     return [replace(node, kind="attend_pages", inputs=inputs)]
 
 
+def attend_packed(graph: Graph, node: Node) -> list[Node] | None:
+    """Packed queries laid out by sequence → attention over the pools → packed rows: at once."""
+    rows = (
+        maker_of(graph, node.inputs[0], "shuffle", first_transpose=[0, 2, 1, 3]) if node.kind == "take_rows" else None
+    )
+    attend = rows and graph.maker(rows.inputs[0], "attend_pages")
+    if attend is None or rows is None or graph.specs[str(rows.inputs[0])].dtype != node.outputs[0].dtype:
+        return None
+    by_head = maker_of(graph, attend.inputs[0], "shuffle", first_transpose=[0, 2, 1, 3], reshape_dims=None)
+    padded = by_head and graph.maker(by_head.inputs[0], "take_rows")
+    _, heads, _, width = graph.specs[str(rows.inputs[0])].shape
+    joins = rows.attributes["reshape_dims"] == [-1, heads * width] and rows.attributes["second_transpose"] is None
+    if padded is None or by_head is None or by_head.attributes["second_transpose"] is not None or not joins:
+        return None
+    inputs = (padded.inputs[0], *attend.inputs[1:], *padded.inputs[1:], *node.inputs[1:])
+    return [replace(attend, kind="attend_packed", inputs=inputs, outputs=node.outputs)]
+
+
 def share_rows(graph: Graph, node: Node) -> list[Node] | None:
     """Rows of a tensor by an index that the step brings: whether they are all rows in order, so that nothing need be
     copied (one token of each sequence), is asked once."""

@@ -36,6 +36,28 @@ def fuse_norm(graph: Graph, node: Node) -> list[Node] | None:
     return [replace(node, kind="rms_norm", inputs=(source, weight, eps), attributes=attributes)]
 
 
+def sum_and_norm(graph: Graph, node: Node) -> list[Node] | None:
+    """What is added to the residual stream, and the norm of the sum: at once."""
+    if is_node(node, "elementwise", op="sum"):
+        norms = [user for user in graph.users(node.outputs[0].name) if _sum_normed(graph, user) is node]
+        return [] if norms else None
+    total = _sum_normed(graph, node)
+    if total is None:
+        return None
+    outputs = (total.outputs[0], node.outputs[0])
+    return [replace(node, kind="sum_norm", inputs=(*total.inputs, *node.inputs[1:]), outputs=outputs)]
+
+
+def _sum_normed(graph: Graph, norm: Node) -> Node | None:
+    """The sum of two tensors of one shape and type that this node is the first to norm."""
+    total = maker_of(graph, norm.inputs[0], "elementwise", op="sum") if norm.kind == "rms_norm" else None
+    if total is None:
+        return None
+    specs = [graph.specs[str(name)] for name in (*total.inputs, total.outputs[0].name, norm.outputs[0].name)]
+    first = next(user for user in graph.users(total.outputs[0].name) if user.kind == "rms_norm")
+    return total if first is norm and len({(spec.shape, spec.dtype) for spec in specs}) == 1 else None
+
+
 def fuse_gate(graph: Graph, node: Node) -> list[Node] | None:
     """(g * sigmoid(g)) * u, all of one shape (SwiGLU, arXiv 2002.05202)."""
     if not is_node(node, "elementwise", op="prod"):

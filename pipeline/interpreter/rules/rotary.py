@@ -121,9 +121,15 @@ def write_rotated(graph: Graph, node: Node) -> list[Node] | None:
             return []
         if writes is not None and node is rotation:
             keys, values = writes
-            inputs = (*rotation.inputs, keys.inputs[2], keys.inputs[0], values.inputs[0])
+            source, turns = rotation.inputs
+            _, heads, width = graph.specs[str(source)].shape
+            by_head = graph.maker(source, "shuffle")
+            if by_head is not None and _only_reshapes(by_head, [-1, heads, width]):
+                source = by_head.inputs[0]  # the same memory
+            inputs = (source, turns, keys.inputs[2], keys.inputs[0], values.inputs[0])
             outputs = (rotation.outputs[0], keys.outputs[0], values.outputs[0])
-            return [replace(rotation, kind="rotate_into_cache", inputs=inputs, outputs=outputs)]
+            attributes = {**rotation.attributes, "shape": [heads, width]}
+            return [replace(rotation, kind="rotate_into_cache", inputs=inputs, outputs=outputs, attributes=attributes)]
     return None
 
 

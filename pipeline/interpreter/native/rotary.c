@@ -1,0 +1,62 @@
+// Queries and keys of each packed row rotated, keys and values written to their places in a paged cache: one pass over
+// what the projection made. Computed in fp32, rounded once.
+#include "vectors.h"
+
+typedef struct {
+    long rows, heads, kv_heads, others, width, dim;  // others: heads of x behind the values'; dim: rotated of width
+} shape;
+
+// Pairs of neighbours turn by complex numbers, halves by cos and by sin with its sign, both as wide as they are.
+INLINE void rotate(const int bf16, int pairs, const void *x, const float *cos, const float *sin, void *y, long from,
+                   long to, shape s) {
+    const long half = s.dim / 2;
+    if (pairs)
+        for (long i = 0; i < half; i++) {
+            const float a = get(bf16, x, from + 2 * i), b = get(bf16, x, from + 2 * i + 1);
+            put(bf16, y, to + 2 * i, a * cos[2 * i] - b * cos[2 * i + 1]);
+            put(bf16, y, to + 2 * i + 1, b * cos[2 * i] + a * cos[2 * i + 1]);
+        }
+    else
+        for (long i = 0; i < half; i++) {
+            const float a = get(bf16, x, from + i), b = get(bf16, x, from + half + i);
+            put(bf16, y, to + i, a * cos[i] + b * sin[i]);
+            put(bf16, y, to + half + i, b * cos[half + i] + a * sin[half + i]);
+        }
+    for (long d = s.dim; d < s.width; d++) put(bf16, y, to + d, get(bf16, x, from + d));
+}
+
+INLINE void write_row(const int bf16, int pairs, const void *x, const float *cos, const float *sin, const int64_t *places,
+                      void *keys, void *values, void *q, shape s, long row) {
+    const long turned = s.heads + s.kv_heads, all = turned + s.kv_heads + s.others;
+    for (long head = 0; head < turned; head++) {
+        const long angles = (row * turned + head) * s.dim, from = (row * all + head) * s.width;
+        const long key = head - s.heads;
+        if (key < 0)
+            rotate(bf16, pairs, x, cos + angles, sin + angles, q, from, (row * s.heads + head) * s.width, s);
+        else
+            rotate(bf16, pairs, x, cos + angles, sin + angles, keys, from, places[row * s.kv_heads + key] * s.width, s);
+    }
+    for (long head = 0; head < s.kv_heads; head++)
+        for (long d = 0; d < s.width; d++)
+            put(bf16, values, places[row * s.kv_heads + head] * s.width + d,
+                get(bf16, x, (row * all + turned + head) * s.width + d));
+}
+
+// x [rows, heads + 2 kv_heads + others, width], cos and sin [rows, heads + kv_heads, dim] (of pairs cos [..., dim / 2, 2]
+// holds both), places [rows, kv_heads]: rows of the pools, which have `cached` of width. q [rows, heads, width].
+// Returns 1, and writes nothing, where a place is none.
+int rotate_into_cache(int bf16, int pairs, const void *x, const float *cos, const float *sin, const int64_t *places,
+                      void *keys, void *values, void *q, long rows, long heads, long kv_heads, long others, long width,
+                      long dim, long cached, int threads) {
+    for (long i = 0; i < rows * kv_heads; i++)
+        if (places[i] < 0 || places[i] >= cached) return 1;
+    const shape s = {rows, heads, kv_heads, others, width, dim};
+#pragma omp parallel for num_threads(threads) schedule(static)
+    for (long row = 0; row < rows; row++) {
+        if (bf16)
+            write_row(1, pairs, x, cos, sin, places, keys, values, q, s, row);
+        else
+            write_row(0, pairs, x, cos, sin, places, keys, values, q, s, row);
+    }
+    return 0;
+}
