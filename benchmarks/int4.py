@@ -18,6 +18,7 @@ from __future__ import annotations
 import os
 
 os.environ.setdefault("GOMP_SPINCOUNT", "0")  # before torch is imported: spinning threads starve each other here
+os.environ.setdefault("THP_MEM_ALLOC_ENABLE", "1")  # as the server's processes have it
 
 import argparse
 import json

@@ -54,8 +54,9 @@ class Installation:
             "LD_LIBRARY_PATH": [str(folder) for folder in libraries],
             "PATH": [str(Path(sys.executable).parent)],
         }
-        # Each of glibc's arenas keeps what its largest request took, and there may be eight for every core.
-        environment = {"MALLOC_ARENA_MAX": "2", **os.environ}
+        # Each of glibc's arenas keeps what its largest request took, and there may be eight for every core. And weights
+        # in pages of 2 MiB: every token reads all of them, a third faster so (torch's switch, read at its start).
+        environment = {"MALLOC_ARENA_MAX": "2", "THP_MEM_ALLOC_ENABLE": "1", **os.environ}
         for name, folders in paths.items():
             value = os.pathsep.join([*folders, *filter(None, [os.environ.get(name)])])
             if value:
