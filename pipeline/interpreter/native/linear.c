@@ -1,7 +1,7 @@
 // x [rows, in] times W [in, out] in INT4 or INT8 with one float scale per group of inputs and output.
 //
 // Products are of integers: 128 inputs of a row at a time become 16 bits each, in units of a power of two, which is
-// exact for bf16 down to 1/128 of the largest of them and off by 2^-16 of it at most. Sums of 128 are exact in 32 bits;
+// exact for bf16 down to 1/128 of the largest of them and off by 2^-15 of it at most. Sums of 128 are exact in 32 bits;
 // they are added up in fp32, and a group's sum is multiplied by its scale once.
 //
 // INT4: for every 16 outputs and 8 inputs 64 bytes, 16 words of 32 bits. Of word n, bits 4s + 16p and up are the weight

@@ -21,8 +21,8 @@ INLINE void norm(const int bf16, const void *x, const void *added, void *sum, co
     }
 }
 
-// y = round(round(x / sqrt(mean(x²) + eps)) * weight) of each row [rows, width]; of sum = round(x + added) where there is
-// something to add, else of x.
+// y = round(round(x / sqrt(mean(x²) + eps)) * weight) of each row [rows, width], or of sum = round(x + added) where there
+// is something to add.
 void rms_norm(int bf16, const void *x, const void *added, void *sum, const void *weight, void *y, float eps, long rows,
               long width) {
     if (bf16)

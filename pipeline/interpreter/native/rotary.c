@@ -25,8 +25,8 @@ INLINE void rotate(const int bf16, int pairs, const void *x, const float *cos, c
     for (long d = s.dim; d < s.width; d++) put(bf16, y, to + d, get(bf16, x, from + d));
 }
 
-INLINE void write_row(const int bf16, int pairs, const void *x, const float *cos, const float *sin, const int64_t *places,
-                      void *keys, void *values, void *q, shape s, long row) {
+INLINE void write_row(const int bf16, int pairs, const void *x, const float *cos, const float *sin,
+                      const int64_t *places, void *keys, void *values, void *q, shape s, long row) {
     const long turned = s.heads + s.kv_heads, all = turned + s.kv_heads + s.others;
     for (long head = 0; head < turned; head++) {
         const long angles = (row * turned + head) * s.dim, from = (row * all + head) * s.width;
@@ -42,9 +42,9 @@ INLINE void write_row(const int bf16, int pairs, const void *x, const float *cos
                 get(bf16, x, (row * all + turned + head) * s.width + d));
 }
 
-// x [rows, heads + 2 kv_heads + others, width], cos and sin [rows, heads + kv_heads, dim] (of pairs cos [..., dim / 2, 2]
-// holds both), places [rows, kv_heads]: rows of the pools, which have `cached` of width. q [rows, heads, width].
-// Returns 1, and writes nothing, where a place is none.
+// x [rows, heads + 2 kv_heads + others, width], cos and sin [rows, heads + kv_heads, dim] (of pairs cos
+// [..., dim / 2, 2] holds both), places [rows, kv_heads]: rows of the pools, which have `cached` of width. q [rows,
+// heads, width]. Returns 1, and writes nothing, where a place is none.
 int rotate_into_cache(int bf16, int pairs, const void *x, const float *cos, const float *sin, const int64_t *places,
                       void *keys, void *values, void *q, long rows, long heads, long kv_heads, long others, long width,
                       long dim, long cached, int threads) {

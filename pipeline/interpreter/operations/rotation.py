@@ -102,7 +102,7 @@ def compile_rotate_into_cache(site: Site) -> Kernel:
     rotate_heads = compile_rotate_heads(site)
 
     def in_parts(x: Tensor, turns: Any, target: Places, keys: Tensor, values: Tensor) -> tuple[Tensor, ...]:
-        x = x.view(-1, all_heads, width)
+        x = x.reshape(-1, all_heads, width)
         q, k = rotate_heads(x, turns)
         return q, write_rows(keys, k, target), write_rows(values, x.narrow(1, values_at, kv_heads), target)
 
