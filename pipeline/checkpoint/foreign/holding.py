@@ -42,6 +42,11 @@ class Held:
     prescaled: bool = False
     rounded: float = 0.0
 
+    @property
+    def kind(self) -> Held:
+        """What it has in common with others that take as much."""
+        return Held(format=self.format, group=self.group, rounds=self.rounds, prescaled=self.prescaled)
+
 
 # Of linears that were quantized, by the engine's names: what holds each, or why nothing does.
 Holding = Mapping[str, Held | str]
