@@ -24,8 +24,8 @@ KEYS = 50  # of a JSON file, that are shown
 LOOKED_FOR = (
     "what is known: a run's folder (out/<name>), the output of a stage, a checkpoint's folder (config.json and "
     "safetensors), TensorRT-LLM's rank checkpoints (config.json and rank0.safetensors), its jobs and engines, a "
-    "safetensors or GGUF file, an engine or its folder, a Triton model repository (folders with config.pbtxt), a JSON "
-    "file"
+    "safetensors or GGUF file, an engine, its engine.json or its folder, a Triton model repository (folders with "
+    "config.pbtxt), a JSON file"
 )
 # What is told -> the key of a GGUF file, after the architecture's name.
 GGUF_KEYS = {
@@ -37,7 +37,7 @@ GGUF_KEYS = {
     "context": "context_length",
 }
 # Files whose folder says more than they do.
-BETTER_AS_FOLDER = ("config.json", "artifact.json", "run.json", "engine.json", "model.safetensors.index.json")
+BETTER_AS_FOLDER = ("config.json", "artifact.json", "run.json", "model.safetensors.index.json")
 
 
 class InspectionError(TrtseekError):

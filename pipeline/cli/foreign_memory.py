@@ -16,19 +16,15 @@ from pipeline.cli.tables import format_bytes, print_table, print_title
 if TYPE_CHECKING:
     from collections.abc import Mapping
 
-    from pipeline.checkpoint.architecture import Architecture
-    from pipeline.checkpoint.tensors import TensorInfo
-    from pipeline.config.schema import Config
+    from pipeline.config.case import Case
 
 
-def describe_foreign_memory(
-    config: Config, architecture: Architecture, tensors: Mapping[str, TensorInfo]
-) -> dict[str, Any]:
+def describe_foreign_memory(case: Case) -> dict[str, Any]:
     """Bytes of weights and of a token's cache, and how many tokens the rest would hold if nothing else were there; of
     several GPUs, those of the one with the heaviest layers."""
-    own = describe_memory(config, architecture, tensors)
+    own = describe_memory(case)
     per_token = own["kv_bytes_per_token"]
-    build, package = config.stages.build, config.stages.package
+    build, package = case.build, case.config.stages.package
     left = own["gpu_bytes"] - own["weights_bytes"] - own["reserve_bytes"]
     tokens = max(0, int(left * package.kv_cache_free_gpu_mem_fraction) // per_token)
     if package.max_tokens_in_paged_kv_cache is not None:

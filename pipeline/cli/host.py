@@ -14,23 +14,26 @@ if TYPE_CHECKING:
     from collections.abc import Mapping
     from pathlib import Path
 
-    from pipeline.checkpoint.architecture import Architecture
-    from pipeline.checkpoint.tensors import TensorInfo
+    from pipeline.config.case import Case
     from pipeline.config.schema import Config
 
 
-def describe_host(config: Config, architecture: Architecture, tensors: Mapping[str, TensorInfo]) -> dict[str, Any]:
+def describe_host(case: Case) -> dict[str, Any]:
     """Disk, memory and time of the stages that write much, as if none was made, and the disk that is free."""
-    from pipeline.config.case import FP8_TYPES
     from pipeline.stages.forecast import forecast
 
-    dtype = config.stages.convert.dtype or architecture.dtype
-    has_fp8 = config.stages.convert.dtype is None and any(t.dtype in FP8_TYPES for t in tensors.values())
-    rows = forecast(config, architecture, tensors, dtype=dtype, fp8=has_fp8)
+    rows = forecast(
+        case.config,
+        case.architecture,
+        case.tensors,
+        dtype=case.dtype,
+        fp8=case.converted_fp8 is not None,  # of the checkpoint, whatever the GPU has: that is checked elsewhere
+        held=case.held_kinds,
+    )
     return {
         "stages": [row.to_json() for row in rows],
         "disk_bytes": sum(row.disk_bytes for row in rows),
-        "free_bytes": _free_bytes(config.output),
+        "free_bytes": _free_bytes(case.config.output),
     }
 
 

@@ -15,7 +15,7 @@ from pipeline.cli.tables import print_fields
 @json_option
 def command(path: Path, as_json: bool) -> None:
     """Say what is in PATH: a run's folder (out/NAME), the output of a stage, a checkpoint, TensorRT-LLM's rank
-    checkpoints, an engine, a Triton model repository, a safetensors, GGUF or JSON file.
+    checkpoints, an engine or its engine.json, a Triton model repository, a safetensors, GGUF or JSON file.
 
     Headers and structure only; needs no GPU and no TensorRT.
     """

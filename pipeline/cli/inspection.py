@@ -3,15 +3,21 @@
 from __future__ import annotations
 
 from collections import Counter
-from dataclasses import asdict
 from typing import TYPE_CHECKING, Any
 
+from pipeline.cli.engine_inspection import (
+    describe_engine,
+    describe_engine_json,
+    describe_engine_set,
+    is_engine,
+    is_engine_json,
+    is_engine_set,
+)
 from pipeline.cli.file_inspection import (
     LOOKED_FOR,
     InspectionError,
     describe_file,
     describe_gguf_folder,
-    is_engine_file,
     is_gguf_folder,
     summarize_tensors,
 )
@@ -63,16 +69,6 @@ def _is_checkpoint(path: Path) -> bool:
     from pipeline.checkpoint.shard_index import CONFIG, INDEX, SINGLE
 
     return any((path / name).is_file() for name in (CONFIG, INDEX, SINGLE))
-
-
-def _is_engine(path: Path) -> bool:
-    return is_engine_file(path) or any(path.glob("*.engine"))
-
-
-def _is_engine_set(path: Path) -> bool:
-    from pipeline.engine.rank_engines import name_rank
-
-    return _is_engine(path / name_rank(0))
 
 
 def _is_run(path: Path) -> bool:
@@ -159,65 +155,6 @@ def _describe_quantization(quantization: Document | None) -> Document | None:
     }
 
 
-def _describe_engine(path: Path) -> Document:
-    from pipeline.engine.description import DESCRIPTION, load_description
-    from pipeline.engine.engine_file import inspect_engine
-
-    file = path if path.is_file() else min(path.glob("*.engine"))
-    engine = inspect_engine(file)
-    beside = file.with_name(DESCRIPTION)
-    built = load_description(beside) if beside.is_file() else None
-    names = [profile.name for profile in built.profiles] if built else []
-    return {
-        "kind": "TensorRT-RTX engine",
-        "path": str(file),
-        "bytes": engine.nbytes,
-        "version": engine.version,
-        "targets": [f"SM{sm}" for sm in engine.targets],
-        "weights": built.weights if built else "full",
-        "weights_bytes": (built and built.weights_bytes) or engine.weights_bytes,
-        "network_digest": built.network_digest if built else None,
-        "profiles": [
-            {
-                "profile": names[index] if index < len(names) else str(index),
-                "workspace_bytes": profile.workspace_bytes,
-                "kernels": sum(profile.graph.kernels.values()),
-            }
-            for index, profile in enumerate(engine.profiles)
-        ],
-        "kernels": [{"kind": kind, "launches": count} for kind, count in sorted(engine.kernels.items())],
-        "fusions": [{"fused": name, "launches": count} for name, count in sorted(engine.fusions.items())],
-        "inputs": [{"name": t.name, "dtype": t.dtype, "shape": list(t.shape)} for t in engine.inputs],
-        "outputs": [{"name": t.name, "dtype": t.dtype, "shape": list(t.shape)} for t in engine.outputs],
-    }
-
-
-def _describe_engine_set(path: Path) -> Document:
-    """What the engines of all ranks have in common, and what is each one's own."""
-    from pipeline.engine.description import load_description
-    from pipeline.engine.rank_engines import list_folders
-
-    joint = load_description(path)
-    ranks = [_describe_engine(folder) for folder in list_folders(path)]
-    own = ("bytes", "weights_bytes", "network_digest")
-    return {
-        "kind": f"{ranks[0]['kind']}s of {len(ranks)} ranks",
-        "path": str(path),
-        "parallel": asdict(joint.spec.rank.parallel),
-        **{key: ranks[0][key] for key in ("version", "targets", "weights")},
-        "ranks": [
-            {
-                "rank": index,
-                **{key: rank[key] for key in own},
-                "workspace_bytes": max(profile["workspace_bytes"] for profile in rank["profiles"]),
-                "kernels": max(profile["kernels"] for profile in rank["profiles"]),
-                "exchanges": sum(row["launches"] for row in rank["kernels"] if row["kind"].startswith("comm_")),
-            }
-            for index, rank in enumerate(ranks)
-        ],
-    }
-
-
 def _describe_run(path: Path) -> Document:
     """Of every stage that ran: how it went last, and the result that is shown."""
     from pipeline.stages.graph import NAMES
@@ -249,8 +186,9 @@ def _describe_stage(path: Path, name: str, entry: Document) -> Document | None:
 KINDS: tuple[tuple[Callable[[Path], bool], Callable[[Path], Document]], ...] = (
     (is_foreign_engine, describe_foreign_engine),
     (is_job, describe_job),
-    (_is_engine, _describe_engine),
-    (_is_engine_set, _describe_engine_set),
+    (is_engine, describe_engine),
+    (is_engine_set, describe_engine_set),
+    (is_engine_json, describe_engine_json),
     (lambda path: path.is_file(), describe_file),
     (_is_run, _describe_run),
     (is_repository, describe_repository),

@@ -11,28 +11,24 @@ from pipeline.cli.tables import format_bytes, print_table, print_title
 if TYPE_CHECKING:
     from collections.abc import Mapping
 
-    from pipeline.checkpoint.architecture import Architecture
-    from pipeline.checkpoint.tensors import TensorInfo
-    from pipeline.config.schema import Config
+    from pipeline.config.case import Case
 
 
-def describe_memory(config: Config, architecture: Architecture, tensors: Mapping[str, TensorInfo]) -> dict[str, Any]:
+def describe_memory(case: Case) -> dict[str, Any]:
     """Bytes of weights, workspace, KV cache and the rest against the GPU's, and the largest batch for each length. Of
     several GPUs, those of the one with the heaviest layers."""
-    from pipeline.config.case import Case
     from pipeline.engine.memory import RESERVE_BYTES, fit_batches, plan_memory
     from pipeline.network.spec import Lowering
 
-    dtype = config.stages.convert.dtype or architecture.dtype
-    build, rules = config.stages.build, config.stages.quantize.rules
-    limits, cache = build.limits(), config.stages.quantize.kv_cache
-    fp8 = Case(config=config, architecture=architecture, tensors=tensors).kept_fp8 is not None
-    parallel = config.target.parallel.sizes
+    config, architecture, build = case.config, case.architecture, case.build
+    limits, cache = build.limits(), case.quantize.kv_cache
+    parallel = case.parallel.sizes
     options: dict[str, Any] = {
-        "dtype": dtype,
+        "dtype": case.dtype,
         "limits": limits,
-        "rules": rules,
-        "fp8": fp8,
+        "rules": case.quantize.rules,
+        "fp8": case.kept_fp8 is not None,
+        "held": case.held_kinds,
         "moe": build.moe,
         "lowering": Lowering(**build.lowering.model_dump()),
         "kv_cache": "model" if cache == "none" else cache,

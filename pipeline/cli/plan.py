@@ -49,9 +49,8 @@ def command(
     plans = Executor(config, load_stages()).plan(start=start, until=until, force=force)
     foreign = config.target.world.foreign
     describe = describe_foreign_memory if foreign else describe_memory
-    memory = describe(config, source.headers.architecture, source.headers.tensors)
-    host = describe_host(config, source.headers.architecture, source.headers.tensors)
-    worlds = describe_worlds(config, source.headers)
+    case = source.case
+    memory, host, worlds = describe(case), describe_host(case), describe_worlds(case)
     if as_json:
         stages = [_to_json(plan) for plan in plans]
         notes = list(source.notes)

@@ -14,6 +14,7 @@ if TYPE_CHECKING:
     from pathlib import Path
 
     from pipeline.checkpoint.checked_headers import CheckedHeaders
+    from pipeline.config.case import Case
     from pipeline.config.schema import Config
 
 BEGIN = 1 << 16  # bytes
@@ -22,9 +23,11 @@ HEADERS = ".headers"  # in the store: what of sources was checked
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class CheckedSource:
-    """`notes`: what a user must know about a combination that works, `host_notes` among them: what this host lacks."""
+    """`case`: the config and what the headers say. `notes`: what a user must know about a combination that works,
+    `host_notes` among them: what this host lacks."""
 
     headers: CheckedHeaders
+    case: Case
     notes: tuple[str, ...]
     host_notes: tuple[str, ...]
 
@@ -37,6 +40,7 @@ def check_source(config: Config, *, keep: bool = True) -> CheckedSource:
     """
     from pipeline.checkpoint.checked_headers import read_checked, remember
     from pipeline.cli.host import list_host_notes
+    from pipeline.config.case import Case
     from pipeline.config.compatibility import check_compatibility
 
     _check_model(config)
@@ -47,7 +51,8 @@ def check_source(config: Config, *, keep: bool = True) -> CheckedSource:
     if keep:
         remember(config.model.path, memory, headers)
     host_notes = list_host_notes(config)
-    return CheckedSource(headers=headers, notes=(*notes, *host_notes), host_notes=host_notes)
+    case = Case(config=config, architecture=headers.architecture, tensors=headers.tensors, holding=headers.holding)
+    return CheckedSource(headers=headers, case=case, notes=(*notes, *host_notes), host_notes=host_notes)
 
 
 def _check_model(config: Config) -> None:

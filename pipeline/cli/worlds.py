@@ -11,13 +11,13 @@ from pipeline.cli.tables import print_title
 if TYPE_CHECKING:
     from collections.abc import Mapping
 
-    from pipeline.checkpoint.checked_headers import CheckedHeaders
-    from pipeline.config.schema import Config
+    from pipeline.config.case import Case
 
 
-def describe_worlds(config: Config, headers: CheckedHeaders) -> dict[str, Any]:
+def describe_worlds(case: Case) -> dict[str, Any]:
     from pipeline.config.worlds import list_other_worlds
 
+    config = case.config
     return {
         "backend": config.target.backend,
         "world": config.target.world.world,
@@ -30,7 +30,7 @@ def describe_worlds(config: Config, headers: CheckedHeaders) -> dict[str, Any]:
                 "loses": list(other.loses),
                 "gains": list(other.gains),
             }
-            for other in list_other_worlds(config, headers.architecture, headers.tensors, headers.holding)
+            for other in list_other_worlds(case)
         ],
     }
 

@@ -15,6 +15,7 @@ from pipeline.quantization.selection import HEAD_NAME, METHODS, NEVER, NONE, Dec
 
 if TYPE_CHECKING:
     from pipeline.checkpoint.architecture import Architecture
+    from pipeline.checkpoint.foreign.counting import HeldKinds
     from pipeline.checkpoint.layouts import Kind
     from pipeline.checkpoint.tensors import TensorInfo
     from pipeline.config.gpus import GPU
@@ -94,6 +95,14 @@ class Case:
         """What holds linears of the source as another tool has quantized them, by their engine's names."""
         return {name: each for name, each in self.holding.items() if isinstance(each, Held)}
 
+    @cached_property
+    def held_kinds(self) -> HeldKinds:
+        """The same, counted by kinds: for what asks how much they take."""
+        from pipeline.checkpoint.foreign.counting import count_kinds
+        from pipeline.checkpoint.layouts import list_kinds
+
+        return count_kinds(list_kinds(self.architecture), self.held)
+
     @property
     def head_format(self) -> str | None:
         """Of lm_head; None in 16 bits."""
@@ -108,12 +117,16 @@ class Case:
         return next((name for name in self.tensors if name.endswith(MARKS)), None)
 
     @cached_property
-    def kept_fp8(self) -> str | None:
-        """The first FP8 tensor of DeepSeek's blocks if FP8 reaches the engine: nothing asks for another type, and
-        quantization leaves none."""
-        if self.foreign_mark is not None or self.config.stages.convert.dtype is not None or self.is_quantized:
+    def converted_fp8(self) -> str | None:
+        """The first FP8 tensor of DeepSeek's blocks if `convert` keeps them: nothing asks for another type."""
+        if self.foreign_mark is not None or self.config.stages.convert.dtype is not None:
             return None
         return next((t.name for t in self.tensors.values() if t.dtype in FP8_TYPES), None)
+
+    @property
+    def kept_fp8(self) -> str | None:
+        """The same if FP8 reaches the engine: quantization leaves none."""
+        return None if self.is_quantized else self.converted_fp8
 
     @cached_property
     def context_limit(self) -> int:

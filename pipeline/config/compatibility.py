@@ -6,7 +6,7 @@ from collections.abc import Iterable, Mapping
 from typing import TYPE_CHECKING
 
 from pipeline.config.case import NOTHING, Case
-from pipeline.config.foreign_rules import FOREIGN_NOTES, FOREIGN_RULES
+from pipeline.config.foreign_rules import FOREIGN_RULES
 from pipeline.config.notes import NOTES
 from pipeline.config.parallel_rules import PARALLEL_RULES
 from pipeline.config.recipe_rules import RECIPE_RULES
@@ -49,7 +49,7 @@ def check_compatibility(
     """
     case = Case(config=config, architecture=architecture, tensors=tensors, holding=holding)
     _refuse(ALL_RULES, case)
-    notes = (rule.find(case) for rule in (*NOTES, *FOREIGN_NOTES))
+    notes = (rule.find(case) for rule in NOTES)
     return tuple(note for note in notes if note)
 
 

@@ -8,6 +8,7 @@ and `no` is a string, not false. Only plain maps, lists and scalars are read: no
 from __future__ import annotations
 
 import re
+import unicodedata
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from pathlib import Path
@@ -21,6 +22,7 @@ from pipeline.errors import ConfigError
 MAX_VALUES = 10_000
 MAX_BYTES = 128 << 10  # PyYAML makes a kilobyte of objects of every item
 MAX_DIGITS = 40
+LINES = "\n\t\r\x85"  # the control characters that text is made of
 
 _TAG = "tag:yaml.org,2002:"
 # tag, pattern, first characters that the pattern can start with (PyYAML's index)
@@ -117,6 +119,10 @@ def parse(text: str, origin: Callable[[int], Origin]) -> Located:
         mark = error.problem_mark or error.context_mark
         where = origin(mark.line + 1 if mark else 1)
         raise ConfigError(f"{where}: {error.problem or error.context or 'is not YAML'}") from error
+    except yaml.reader.ReaderError as error:  # of a character that YAML has not, NUL above all
+        line = text.count("\n", 0, error.position)
+        _refuse_controls(text.split("\n")[line].strip(), str(origin(line + 1)))  # which shows the key
+        raise ConfigError(f"{origin(line + 1)}: {error.reason}") from error
     except yaml.YAMLError as error:
         raise ConfigError(f"{origin(1)}: {error}") from error
     except RecursionError as error:
@@ -129,7 +135,8 @@ class _Converter:
         self.count = 0
         self.open: set[int] = set()  # nodes being converted, to find an anchor that contains itself
 
-    def convert(self, node: yaml.Node) -> Located:
+    def convert(self, node: yaml.Node, path: tuple[str | int, ...] = ()) -> Located:
+        """`path`: of keys and places in lists, to the node."""
         where = self.origin(node.start_mark.line + 1)
         self.count += 1
         if self.count > MAX_VALUES:
@@ -139,30 +146,32 @@ class _Converter:
         self.open.add(id(node))
         value: Any
         if isinstance(node, yaml.MappingNode) and node.tag == _TAG + "map":
-            value = self._map(node)
+            value = self._map(node, path)
         elif isinstance(node, yaml.SequenceNode) and node.tag == _TAG + "seq":
-            value = [self.convert(child) for child in node.value]
+            value = [self.convert(child, (*path, index)) for index, child in enumerate(node.value)]
         elif isinstance(node, yaml.ScalarNode) and node.tag.removeprefix(_TAG) in _READ:
             try:
                 value = _READ[node.tag.removeprefix(_TAG)](node.value)
             except (ValueError, KeyError) as error:
-                shown = node.value if len(node.value) <= 60 else node.value[:57] + "..."
-                raise ConfigError(f"{where}: {shown!r} is not of type {node.tag.removeprefix(_TAG)}") from error
+                kind = node.tag.removeprefix(_TAG)
+                raise ConfigError(f"{_place(where, path)}: {_show(node.value)} is not of type {kind}") from error
+            _refuse_controls(node.value, _place(where, path))
         else:
             raise ConfigError(f"{where}: the tag {node.tag} is not allowed", hint="write plain YAML values")
         self.open.remove(id(node))
         return Located(value, where)
 
-    def _map(self, node: yaml.MappingNode) -> dict[str, Located]:
+    def _map(self, node: yaml.MappingNode, path: tuple[str | int, ...]) -> dict[str, Located]:
         result: dict[str, Located] = {}
         for key_node, value_node in node.value:
             where = self.origin(key_node.start_mark.line + 1)
             if not isinstance(key_node, yaml.ScalarNode) or key_node.tag != _TAG + "str":
                 raise ConfigError(f"{where}: a key must be a word")
             key = key_node.value
+            _refuse_controls(key, _place(where, path))
             if key in result:
                 raise ConfigError(f"{where}: {key} is given twice, first at {result[key].origin}")
-            child = self.convert(value_node)
+            child = self.convert(value_node, (*path, key))
             # A value's place is its key's: the value itself may start lines below, or at an anchor elsewhere.
             result[key] = Located(child.value, where)
         return result
@@ -175,14 +184,26 @@ def _read_int(text: str) -> int:
     return int(text, prefixes.get(text[:2], 10))
 
 
-def _read_text(text: str) -> str:
-    if any(character < " " and character not in "\n\t\r" for character in text):
-        raise ValueError(text)  # a NUL ends a path early, an escape code writes over what a message says
-    return text
+def _place(where: Origin, path: tuple[str | int, ...]) -> str:
+    """File and line, and the key where there is one."""
+    return f"{where}: {'.'.join(map(str, path))}" if path else str(where)
+
+
+def _refuse_controls(text: str, place: str) -> None:
+    """A NUL ends a path early, an escape code writes over what a message says, half a surrogate is no text at all."""
+    wrong = next((each for each in text if unicodedata.category(each) in ("Cc", "Cs") and each not in LINES), None)
+    if wrong is not None:
+        raise ConfigError(
+            f"{place}: {_show(text)} holds {_show(wrong)}, a character that no setting may have", hint="take it out"
+        )
+
+
+def _show(text: str) -> str:
+    return repr(text if len(text) <= 60 else text[:57] + "...")
 
 
 _READ: dict[str, Callable[[str], Any]] = {
-    "str": _read_text,
+    "str": str,
     "null": lambda text: None,
     "bool": lambda text: {"true": True, "false": False}[text.lower()],
     "int": _read_int,

@@ -37,7 +37,10 @@ _MESSAGES = {
 def explain(error: ValidationError, tree: Located) -> ConfigError:
     """`tree` is the composed document that was refused."""
     problems = []
-    for item in error.errors(include_url=False):
+    items = error.errors(include_url=False)
+    for item in items:
+        if item["type"] == "too_short" and any(_lies_in(other["loc"], item["loc"]) for other in items):
+            continue  # pydantic leaves out of a list what is wrong in it
         path = tuple(item["loc"])
         key = ".".join(map(str, path))
         text = f"{_find_origin(tree, path)}: {key}: {_describe(item)}" if key else _describe(item)
@@ -45,6 +48,10 @@ def explain(error: ValidationError, tree: Located) -> ConfigError:
     if len(problems) == 1:
         return ConfigError(problems[0][0], hint=problems[0][1])
     return ConfigError("\n".join(f"{text} ({hint})" if hint else text for text, hint in problems))
+
+
+def _lies_in(path: tuple[str | int, ...], above: tuple[str | int, ...]) -> bool:
+    return len(path) > len(above) and path[: len(above)] == above
 
 
 def _find_origin(tree: Located, path: tuple[str | int, ...]) -> str:
@@ -106,20 +113,20 @@ def _list_fields(path: list[str | int]) -> list[str]:
     section: type[BaseModel] = Config
     for part in path:
         if isinstance(part, str):
-            section = next(iter(_list_sections(section.model_fields[part].annotation)))
+            section = next(iter(list_sections(section.model_fields[part].annotation)))
     return list(section.model_fields)
 
 
 def _list_keys(section: type[BaseModel]) -> Iterator[tuple[str, ...]]:
     for name, info in section.model_fields.items():
         yield (name,)
-        for child in _list_sections(info.annotation):
+        for child in list_sections(info.annotation):
             yield from ((name, *rest) for rest in _list_keys(child))
 
 
-def _list_sections(annotation: Any) -> Iterator[type[BaseModel]]:
+def list_sections(annotation: Any) -> Iterator[type[BaseModel]]:
     """The models that a field's annotation holds: itself, or in a tuple or union."""
     if isinstance(annotation, type) and issubclass(annotation, BaseModel):
         yield annotation
     for argument in get_args(annotation):
-        yield from _list_sections(argument)
+        yield from list_sections(argument)

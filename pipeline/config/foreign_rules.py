@@ -28,15 +28,8 @@ def _find_unheld(case: Case) -> str | None:
     return f"{case.config.model.path}: {problem}" if problem else None
 
 
-def _note_plan(case: Case) -> str | None:
-    if not case.held:
-        return None
-    return "the model is quantized already: the plan counts its linears in 16 bits, and they take less"
-
-
 FOREIGN_RULES: tuple[Rule, ...] = (
     Rule("quantized_once", "stages.quantize.method", _find_second_rounding, "set stages.quantize.method: none"),
     Rule("held_exactly", "stages.convert.foreign", _find_unheld, WAY_OUT),
     Rule("foreign_fp8", "target.gpu", _find_fp8, "take a GPU of SM89 or later, or another quantization of the model"),
 )
-FOREIGN_NOTES: tuple[Rule, ...] = (Rule("counted_wide", "stages.convert.foreign", _note_plan, ""),)

@@ -15,6 +15,7 @@ from pipeline.config.explain import explain
 from pipeline.config.lowerings import choose_lowerings
 from pipeline.config.recipe_file import expand_recipe
 from pipeline.config.schema import Config
+from pipeline.config.section import EMPTY_PATH
 from pipeline.errors import ConfigError
 
 FOLDER = Path("configs")
@@ -129,6 +130,8 @@ def _list_names(extends: Located | None) -> list[Located]:
     for name in names:
         if not isinstance(name.value, str):
             raise ConfigError(f"{name.origin}: extends: must be a file name or a list of them")
+        if not name.value.strip():
+            raise ConfigError(f"{name.origin}: extends: is empty", hint=EMPTY_PATH)
     return names
 
 

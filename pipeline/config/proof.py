@@ -7,13 +7,13 @@ from typing import Annotated, Literal, Self
 
 from pydantic import Field, model_validator
 
-from pipeline.config.section import Positive, Ratio, Section
+from pipeline.config.section import FilePath, Positive, Ratio, Section
 
 
 class HeldOut(Section):
     """Text that quantization never saw."""
 
-    files: tuple[Path, ...] = Field(
+    files: tuple[FilePath, ...] = Field(
         default=(Path("checkpoints/text/heldout.txt"),), min_length=1, description="Plain text files, UTF-8."
     )
     tokens: Positive = Field(default=8192, description="How many tokens are scored.")
@@ -109,7 +109,7 @@ class Verify(Section):
     )
     heldout: HeldOut = Field(default=HeldOut(), description="What perplexity, agreement and KL are measured on.")
     context: Context = Field(default=Context(), description="Long texts, for drift.")
-    tasks: tuple[Path, ...] = Field(
+    tasks: tuple[FilePath, ...] = Field(
         default=(),
         description='JSONL files of tasks, one a line: {"prompt": …, "choices": [… , …], "answer": 0} for choices, '
         '{"prompt": …, "answer": "…"} for exact match. Empty: not measured.',

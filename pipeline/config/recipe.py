@@ -2,12 +2,11 @@
 
 from __future__ import annotations
 
-from pathlib import Path
 from typing import Annotated, Any, Literal, Self
 
 from pydantic import Field, model_validator
 
-from pipeline.config.section import Positive, Ratio, Section
+from pipeline.config.section import FilePath, Positive, Ratio, Section
 from pipeline.quantization.options import Effort, Goal
 from pipeline.quantization.selection import GroupSize, Override
 
@@ -80,7 +79,7 @@ class Budget(Section):
 class Sensitivity(Section):
     """How the sensitivity of layers to quantization is measured, by `trtseek sensitivity` and for recipe: auto."""
 
-    file: Path | None = Field(
+    file: FilePath | None = Field(
         default=None, description="sensitivity.json of an earlier measurement, to solve from; null: measure."
     )
     samples: Positive = Field(default=32, description="How many pieces of the calibration text.")

@@ -12,6 +12,7 @@ from pathlib import Path
 from typing import Any
 
 from pipeline.config.document import Located, read_document
+from pipeline.config.section import EMPTY_PATH
 from pipeline.errors import ConfigError
 
 PATH = ("stages", "quantize", "recipe")
@@ -36,6 +37,8 @@ def _read(found: Located, show: Callable[[Path], str]) -> Located:
         return Located({"auto": Located(True, found.origin)}, found.origin)
     if not isinstance(found.value, str):
         raise ConfigError(f"{found.origin}: {KEY}: must be a file, auto or a list of rows, not {found.value!r}")
+    if not found.value.strip():
+        raise ConfigError(f"{found.origin}: {KEY}: is empty", hint=EMPTY_PATH)
     path = Path(found.value)
     if not path.is_file():
         near = difflib.get_close_matches(path.name, [file.name for file in path.parent.glob("*.yaml")], n=1)

@@ -17,7 +17,7 @@ from pipeline.config.backends import BACKENDS, BackendRow
 from pipeline.config.gpus import GPU, find_gpu, load_gpus
 from pipeline.config.package import Package
 from pipeline.config.proof import Context, Continuations, Gates, HeldOut, Verify
-from pipeline.config.section import Positive, Section
+from pipeline.config.section import FilePath, Positive, Section
 from pipeline.config.settings import (
     Build,
     Calibration,
@@ -62,7 +62,7 @@ def _list_gpus(schema: dict[str, Any]) -> None:
 class ModelSource(Section):
     """The checkpoint to start from."""
 
-    path: Path = Field(description="Folder of a Hugging Face checkpoint: config.json, safetensors, tokenizer.")
+    path: FilePath = Field(description="Folder of a Hugging Face checkpoint: config.json, safetensors, tokenizer.")
 
 
 class Parallel(Section):
@@ -128,8 +128,10 @@ class Config(Section):
     )
     model: ModelSource = Field(description="The checkpoint to start from.")
     target: Target = Field(description="What the engine is built for.")
-    output: Path = Field(default=Path("out"), description="Results go to <output>/<name>, the store to <output>/store.")
-    store: Path | None = Field(
+    output: FilePath = Field(
+        default=Path("out"), description="Results go to <output>/<name>, the store to <output>/store."
+    )
+    store: FilePath | None = Field(
         default=None,
         description="Where stages' results are kept, for several outputs to share; <output>/store unless given.",
     )

@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING, Annotated, Any, Literal
 from pydantic import BeforeValidator, Field
 
 from pipeline.config.recipe import Budget, Method, Recipe, Sensitivity, allow_short_forms
-from pipeline.config.section import Positive, Ratio, Section
+from pipeline.config.section import FilePath, Positive, Ratio, Section
 from pipeline.config.tensorrt_llm import TensorRTLLM
 from pipeline.quantization.selection import GroupSize, Role, Rules
 
@@ -36,7 +36,7 @@ class Convert(Section):
 class TextFile(Section):
     """A file of calibration text; written as a bare path where nothing more is to be said."""
 
-    path: Path = Field(description="UTF-8: plain text, or JSON lines.")
+    path: FilePath = Field(description="UTF-8: plain text, or JSON lines.")
     format: Literal["auto", "text", "jsonl", "chat"] = Field(
         default="auto",
         description="text; jsonl: a text per line; chat: a conversation per line, through the model's chat template; "

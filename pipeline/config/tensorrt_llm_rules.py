@@ -4,13 +4,16 @@ the engine's own (engine/tensorrt_llm/support.py), asked here of the linears as 
 from __future__ import annotations
 
 from collections.abc import Callable
+from itertools import accumulate
 
+from pipeline.checkpoint.layouts.scales import BLOCK
 from pipeline.config.backends import FOREIGN_LLMAPI_EXPORTS, LLMAPI_EXPORTS, OWN_SETTINGS
 from pipeline.config.case import Case
 from pipeline.config.recipe_rules import offered_formats
 from pipeline.config.rules import Rule
 from pipeline.engine.tensorrt_llm.support import LIMITS, Limit
-from pipeline.quantization.selection import FP8_BLOCKS
+from pipeline.exports.refusals import CUT_BLOCKS, NO_STEP, PER_OUTPUT
+from pipeline.quantization.selection import FP8_BLOCKS, Decision
 
 ENGINE, PYTORCH = "tensorrt_llm", "llmapi"
 # What its mixed precision has none of, but `recipe: auto` may choose.
@@ -70,15 +73,27 @@ def _find_unexported(case: Case) -> str | None:
     exports = LLMAPI_EXPORTS | FOREIGN_LLMAPI_EXPORTS
     if other := [name for name in formats if name not in exports]:
         return f"{other[0]} is not exported to what the PyTorch backend reads; {', '.join(LLMAPI_EXPORTS)} are"
-    loose = next((name for name, held in case.held.items() if held.format == "fp8_rows" and not held.rounds), None)
-    if loose is not None:
-        return (
-            f"{loose.removesuffix('.weight')} is FP8 without a static scale of its input, which is not exported to it"
-        )
+    for name, held in case.held.items():
+        if held.format == "fp8_rows" and (not held.rounds or held.per_output):
+            reason = PER_OUTPUT if held.rounds else NO_STEP
+            return f"{name.removesuffix('.weight')} cannot be exported as {exports[held.format]}: {reason}"
+    if (cut := _find_cut_blocks(case)) is not None:
+        return f"{cut} cannot be exported as {exports[FP8_BLOCKS]}: {CUT_BLOCKS}"
     if case.head_format is not None:
         return "lm_head would be quantized, and the PyTorch backend reads one of 16 bits"
     if len({exports[name] for name in formats}) > 1:
         return f"{' and '.join(formats)}: no one checkpoint that the PyTorch backend reads has both"
+    return None
+
+
+def _find_cut_blocks(case: Case) -> str | None:
+    """Of linears that are one in the engine and several on the hub, one whose FP8 blocks would cross their seams."""
+    for kind in case.kinds:
+        starts = list(accumulate(rows for rows, *_ in kind.first.source_shapes))[:-1]
+        if any(start % BLOCK for start in starts) and any(
+            isinstance(each, Decision) and each.format == FP8_BLOCKS for each in case.quantize.rules.count(kind)
+        ):
+            return kind.first.target.removesuffix(".weight")
     return None
 
 

@@ -5,20 +5,17 @@ The same config is held against the rules of every other backend, without what h
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator
 from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING, Any
 
 from pipeline.config.backends import BACKENDS, OWN_SETTINGS, BackendRow
-from pipeline.config.case import NOTHING, Case
+from pipeline.config.case import Case
 from pipeline.config.compatibility import ALL_RULES
 from pipeline.config.lowerings import choose_lowerings
 from pipeline.errors import TrtseekError
 
 if TYPE_CHECKING:
-    from pipeline.checkpoint.architecture import Architecture
-    from pipeline.checkpoint.foreign.holding import Holding
-    from pipeline.checkpoint.tensors import TensorInfo
     from pipeline.config.schema import Config
 
 # Sections and settings that only one backend reads.
@@ -37,15 +34,14 @@ class World:
     gains: tuple[str, ...] = ()
 
 
-def list_other_worlds(
-    config: Config, architecture: Architecture, tensors: Mapping[str, TensorInfo], holding: Holding = NOTHING
-) -> tuple[World, ...]:
+def list_other_worlds(case: Case) -> tuple[World, ...]:
     """One for each other backend; of trtseek's own two, the one that the config is not of is left out where the GPU is
     none of its."""
+    target = case.config.target
     return tuple(
-        _look(Case(config=config, architecture=architecture, tensors=tensors, holding=holding), backend)
+        _look(case, backend)
         for backend, row in BACKENDS.items()
-        if backend != config.target.backend and (row.foreign or backend in config.target.device.backends)
+        if backend != target.backend and (row.foreign or backend in target.device.backends)
     )
 
 

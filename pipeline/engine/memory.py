@@ -14,7 +14,7 @@ from pipeline.checkpoint.tensors import MODEL_DTYPE_BYTES
 from pipeline.engine.kernels import plan_workspace
 from pipeline.engine.limits import BuildLimits, Profile, Rectangle
 from pipeline.engine.split import count_exchanged, shrink
-from pipeline.engine.weights import estimate_weights, list_block_roles
+from pipeline.engine.weights import NOTHING_HELD, estimate_weights, list_block_roles
 from pipeline.engine.workspace import Workspace
 from pipeline.network.inputs import Port, network_inputs, network_outputs
 from pipeline.network.spec import Lowering, NetworkSpec
@@ -23,6 +23,7 @@ from pipeline.sharding.ranks import Parallel
 
 if TYPE_CHECKING:
     from pipeline.checkpoint.architecture import Architecture
+    from pipeline.checkpoint.foreign.counting import HeldKinds
 
 # What the CUDA context, the kernels' code and TensorRT's own objects take beside what is planned here. Not measured: no
 # GPU has run these engines yet; CUDA contexts of this size are usual.
@@ -67,6 +68,7 @@ def plan_memory(
     limits: BuildLimits,
     rules: Rules = NOTHING,
     fp8: bool = False,
+    held: HeldKinds = NOTHING_HELD,
     moe: str = "dense",
     lowering: Lowering = Lowering(),
     kv_cache: str = "model",
@@ -74,9 +76,19 @@ def plan_memory(
 ) -> MemoryPlan:
     """What an engine of these limits needs; of several ranks, the one with the heaviest layers. dtype: of 16/32-bit
     weights and activations, and of the KV cache if kv_cache is "model"; else that is "fp8" or "int8". fp8: linears stay
-    in the source's FP8 blocks. moe: "dense" or "gather", where moe_experts is native."""
+    in the source's FP8 blocks. held: as another tool quantized them. moe: "dense" or "gather", where moe_experts is
+    native."""
     part = _pick_part(
-        architecture, dtype, limits, rules, fp8=fp8, moe=moe, lowering=lowering, kv_cache=kv_cache, parallel=parallel
+        architecture,
+        dtype,
+        limits,
+        rules,
+        fp8=fp8,
+        held=held,
+        moe=moe,
+        lowering=lowering,
+        kv_cache=kv_cache,
+        parallel=parallel,
     )
     profiles = limits.profiles()
     per_token = part.kv_bytes_per_token
@@ -98,6 +110,7 @@ def fit_batches(
     limits: BuildLimits,
     rules: Rules = NOTHING,
     fp8: bool = False,
+    held: HeldKinds = NOTHING_HELD,
     moe: str = "dense",
     lowering: Lowering = Lowering(),
     kv_cache: str = "model",
@@ -108,7 +121,16 @@ def fit_batches(
     Keeps the limits' rows per context step; a context step holds no more sequences than the limits allow it.
     """
     part = _pick_part(
-        architecture, dtype, limits, rules, fp8=fp8, moe=moe, lowering=lowering, kv_cache=kv_cache, parallel=parallel
+        architecture,
+        dtype,
+        limits,
+        rules,
+        fp8=fp8,
+        held=held,
+        moe=moe,
+        lowering=lowering,
+        kv_cache=kv_cache,
+        parallel=parallel,
     )
     return tuple(
         Fit(length=length, batch=_find_largest(_Needs(part=part, limits=limits, length=length).nbytes, gpu_bytes))
@@ -162,6 +184,7 @@ def _pick_part(
     rules: Rules,
     *,
     fp8: bool,
+    held: HeldKinds,
     moe: str,
     lowering: Lowering,
     kv_cache: str,
@@ -171,7 +194,7 @@ def _pick_part(
     lighter ones."""
     weights = {
         rank: estimate_weights(
-            architecture, dtype=dtype, max_seq_len=limits.max_seq_len, rules=rules, fp8=fp8, rank=rank
+            architecture, dtype=dtype, max_seq_len=limits.max_seq_len, rules=rules, fp8=fp8, held=held, rank=rank
         )
         for rank in parallel.ranks[:: parallel.tensor]  # the ranks of a stage hold as much
     }
@@ -187,7 +210,7 @@ def _pick_part(
         weights=weights[heaviest],
         cached=-(-architecture.num_layers // parallel.pipeline),
         exchanged=count_exchanged(architecture, parallel),
-        blocks=list_block_roles(architecture, rules, fp8=fp8),
+        blocks=list_block_roles(architecture, rules, fp8=fp8, held=held),
         # Pools are the ports of rank 4; everything else is int32 or float32.
         ports=tuple(port for port in ports if len(port.axes) < 4),
     )

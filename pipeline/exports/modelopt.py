@@ -19,7 +19,7 @@ from typing import TYPE_CHECKING, Any
 from pipeline.checkpoint.layouts.scales import FP8
 from pipeline.checkpoint.tensors import TensorInfo
 from pipeline.exports.plan import Encoding
-from pipeline.exports.refusals import refuse_head
+from pipeline.exports.refusals import NO_STEP, PER_OUTPUT, refuse_head
 from pipeline.quantization.selection import FORMATS as ROWS
 from pipeline.quantization.selection import MIXED
 
@@ -74,10 +74,10 @@ def _encode_fp8(numbers: Numbers, dtype: str) -> list[torch.Tensor]:
 
 def _refuse_fp8_rows(linear: QuantizedLinear) -> str | None:
     if not linear.is_static:
-        return "its FP8 weights have no static scale of their input"
+        return NO_STEP
     scales = linear.read_scales()
     if any(bool((scales[part.rows] != scales[part.rows.start]).any()) for part in linear.parts):
-        return "its FP8 weights have a scale for each output"
+        return PER_OUTPUT
     return None
 
 

@@ -11,6 +11,12 @@ if TYPE_CHECKING:
     from pipeline.exports.linear import QuantizedLinear
 
 
+# Of FP8 with a scale for each output, which readers of modelopt's layout take where there is one of each linear.
+NO_STEP = "its FP8 weights have no static scale of their input"
+PER_OUTPUT = "its FP8 weights have a scale for each output"
+CUT_BLOCKS = f"blocks of {BLOCK} rows reach over its parts"
+
+
 def refuse_prescaled(linear: QuantizedLinear) -> str | None:
     if linear.is_prescaled:
         return (
@@ -33,5 +39,5 @@ def refuse_wide_scales(linear: QuantizedLinear) -> str | None:
 def refuse_cut_blocks(linear: QuantizedLinear) -> str | None:
     """Of what is one linear in the engine and several on the hub, each must begin with a block."""
     if any(part.rows.start % BLOCK for part in linear.parts):
-        return f"blocks of {BLOCK} rows reach over its parts"
+        return CUT_BLOCKS
     return None

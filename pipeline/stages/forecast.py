@@ -10,12 +10,13 @@ import math
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
+from pipeline.checkpoint.foreign.counting import HeldKinds, count_bytes
 from pipeline.checkpoint.layouts import Kind, layout_for, list_kinds
 from pipeline.checkpoint.layouts.scales import count_blocks
 from pipeline.checkpoint.tensors import MODEL_DTYPE_BYTES
 from pipeline.engine.build_memory import build_memory
 from pipeline.engine.limits import STRIPPED
-from pipeline.engine.weights import estimate_weights
+from pipeline.engine.weights import NOTHING_HELD, estimate_weights
 from pipeline.quantization.selection import FORMATS, Decision, Rules
 
 if TYPE_CHECKING:
@@ -66,9 +67,11 @@ def forecast(
     *,
     dtype: str,
     fp8: bool,
+    held: HeldKinds = NOTHING_HELD,
 ) -> list[Forecast]:
-    """The stages that write much, in order. fp8: the engine checkpoint keeps the source's FP8 blocks."""
-    sizes = _Sizes(architecture, tensors)
+    """The stages that write much, in order. fp8: the engine checkpoint keeps the source's FP8 blocks. held: how it
+    keeps linears that another tool has quantized."""
+    sizes = _Sizes(architecture, tensors, held, MODEL_DTYPE_BYTES[dtype])
     wide = sizes.sum(lambda tensor: _plain_bytes(tensor, dtype))  # the work, whatever the source's type
 
     def kept_bytes(tensor: Tensor) -> int:
@@ -79,7 +82,7 @@ def forecast(
         """Quantization leaves no FP8 in the decoder, and nothing of the MTP layer changed."""
         return kept_bytes(tensor) if tensor.role == "mtp" else _plain_bytes(tensor, dtype)
 
-    converted = sizes.sum(kept_bytes)
+    converted = sizes.sum_converted(kept_bytes)
     rows = [
         Forecast(
             stage="convert",
@@ -105,6 +108,7 @@ def forecast(
         max_seq_len=config.stages.build.max_seq_len,
         rules=rules,
         fp8=fp8 and not rules.methods,
+        held=held,
     )
     if config.target.world.foreign:
         # Rank checkpoints are copied into a job, and come back as an engine; a checkpoint to be loaded is exported.
@@ -132,15 +136,26 @@ def _forecast_build(config: Config, architecture: Architecture, weights: int) ->
 
 class _Sizes:
     """The checkpoint's tensors by kind: those of the decoder, and of the layer for multi-token prediction if the source
-    has it, which is converted and never quantized."""
+    has it, which is converted and never quantized. `e`: bytes of an element of the model's type."""
 
-    def __init__(self, architecture: Architecture, tensors: Mapping[str, TensorInfo]) -> None:
+    def __init__(self, architecture: Architecture, tensors: Mapping[str, TensorInfo], held: HeldKinds, e: int) -> None:
         mtp = [Kind(first=mapping, layers=(None,), experts=1) for mapping in layout_for(architecture).mtp_mappings()]
         kinds = [*list_kinds(architecture), *mtp]
         self.kinds = [kind for kind in kinds if not kind.first.optional or kind.first.sources[0] in tensors]
 
+        self.held, self.e = held, e
+
     def sum(self, nbytes: Callable[[Tensor], int]) -> int:
         return sum(kind.count * nbytes(kind.first) for kind in self.kinds)
+
+    def sum_converted(self, kept_bytes: Callable[[Tensor], int]) -> int:
+        """As `convert` writes them; `kept_bytes` of what no other tool has quantized."""
+        total = 0
+        for first, count in ((kind.first, kind.count) for kind in self.kinds):
+            for held, n in self.held.get(first.target, {None: count}).items():
+                nbytes = count_bytes(held, first.target_shape, vector_bytes=self.e) if held else kept_bytes(first)
+                total += n * nbytes
+        return total
 
     def sum_quantized(self, rules: Rules, kept_bytes: Callable[[Tensor], int]) -> int:
         """After quantization; `kept_bytes` of what stays as it is."""

@@ -313,7 +313,7 @@ ATTACKS: dict[str, Attack] = {
     "extends that leads to a device": Attack(yaml("extends: /dev/zero\n"), read_config, "ConfigError", "/dev/zero"),
     "a name that leads out": Attack(settings("name: ../../evil\n" + BASE), check_config, "ConfigError", "name"),
     "a model path with a NUL": Attack(
-        settings('model: {path: "FOLDER/mo\\0del"}\ntarget: {gpu: L4}\n'), check_config, "ConfigError", "a.yaml:1"
+        settings('model: {path: "FOLDER/mo\\0del"}\ntarget: {gpu: L4}\n'), check_config, "ConfigError", "model.path"
     ),
     "a name with terminal codes in YAML": Attack(
         settings('name: "a\\e[31m"\n' + BASE), check_config, "ConfigError", "a.yaml:1"

@@ -1,14 +1,18 @@
 import json
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
 
 from pipeline.cli.inspection import InspectionError
+from pipeline.engine.description import KernelDescription, PluginDescription
 from pipeline.errors import BuildError, CheckpointError
 from pipeline.exports.formats import export_checkpoint
+from pipeline.network.spec import Lowering, NetworkSpec
 from tests.checkpoint.foreign.cases import write
 from tests.engine.tensorrt_llm import rank_cases
 from tests.exports.support import convert
+from tests.triton.emission import describe_engine
 
 REPOSITORY = Path(__file__).parents[2] / "model_repo"
 
@@ -75,6 +79,53 @@ def test_damaged_description_beside_an_engine(invoke, tmp_path, monkeypatch):
     (tmp_path / "engine.json").write_text('{"a')
     with pytest.raises(BuildError, match=r"engine.json: not JSON"):
         invoke("inspect", str(tmp_path))
+
+
+def describe_plugins(passed):
+    kernel = {"source": "blake3:x", "threads": 128, "registers": 9, "spills": 0, "shared": 0}
+    kernels = [
+        KernelDescription(function=function, sm=80, passed=passed, **kernel)
+        for function in ("attend", "attend", "combine")
+    ]
+    plugin = PluginDescription(operation="paged_latent_attention", layers=2, kernels=tuple(kernels))
+    lowering = Lowering(paged_attention="plugin", moe_experts="plugin")
+    spec = NetworkSpec(dtype="float16", max_seq_len=256, lowering=lowering)
+    return describe_engine(sm=86, spec=spec, plugins=(plugin,))
+
+
+@pytest.mark.parametrize("run", ["NVIDIA A10, 2026-12-01", None])
+def test_what_plugins_an_engine_has_and_whether_they_have_run(invoke, tmp_path, run):
+    (tmp_path / "engine.json").write_text(describe_plugins(run).to_json())
+    document = read(invoke, tmp_path / "engine.json")
+    assert (document["kind"], document["targets"], document["see"]) == ("description of an engine", ["SM86"], None)
+    assert document["lowering"] == {
+        "rope_paged_kv": "native",
+        "paged_attention": "plugin",
+        "moe_all_to_all": "native",
+        "moe_experts": "plugin, of which no layer has need",
+    }
+    usual = {"lowering": "paged_attention", "operation": "paged_latent_attention", "compiled_for": "SM80"}
+    assert document["plugin_kernels"] == [
+        {**usual, "kernel": "attend", "variants": 2, "passed": run is not None, "run": run},
+        {**usual, "kernel": "combine", "variants": 1, "passed": run is not None, "run": run},
+    ]
+    lines = [line.split() for line in invoke("inspect", str(tmp_path / "engine.json")).stdout.splitlines()]
+    told = ["yes", *run.split()] if run else ["no", "-"]
+    assert ["paged_attention", "paged_latent_attention", "attend", "2", "SM80", *told] in lines
+
+
+def test_the_plugins_of_all_ranks_are_told_once(invoke, tmp_path):
+    first = describe_plugins("NVIDIA A10, 2026-12-01")
+    ranks = tuple(describe_plugins(None) for _ in range(2))
+    (tmp_path / "engine.json").write_text(replace(first, ranks=ranks).to_json())
+    document = read(invoke, tmp_path / "engine.json")
+    assert document["kind"] == "description of 3 engines" and len(document["engines"]) == 3
+    assert [(row["kernel"], row["variants"], row["passed"]) for row in document["plugin_kernels"]] == [
+        ("attend", 2, True),
+        ("combine", 1, True),
+        ("attend", 2, False),
+        ("combine", 1, False),
+    ]
 
 
 def test_run_folder(workplace, toy_stages, invoke):

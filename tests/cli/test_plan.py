@@ -1,6 +1,9 @@
 import json
 
 import pytest
+from safetensors import safe_open
+
+from tests.checkpoint.foreign.cases import write
 
 
 def read(invoke, *options):
@@ -38,6 +41,22 @@ def test_memory_adds_up(workplace, toy_stages, invoke, llama_path):
     assert memory["fits"]
     quantized = memory["weights_bytes"]
     assert quantized < read(invoke, "--set", "stages.quantize.method=none")["memory"]["weights_bytes"]
+
+
+def test_what_another_tool_quantized_is_counted_as_it_is_held(workplace, toy_stages, invoke, tmp_path):
+    path = write("compressed-int8-dynamic", tmp_path / "int8")
+    settings = ("stages.quantize.method=none", "stages.convert.dtype=bfloat16", f"model.path={path}")
+    options = [word for setting in settings for word in ("--set", setting)]
+    plan, wide = read(invoke, *options), read(invoke, *options, "--set", f"model.path={path}-plain")
+    with safe_open(path / "model.safetensors", "np") as file:
+        names = list(file.keys())
+        shapes = {name: file.get_slice(name).get_shape() for name in names}
+    held = [shape for name, shape in shapes.items() if f"{name}_scale" in shapes]
+    saved = sum(2 * rows * columns - (rows * columns + 4 * rows) for rows, columns in held)
+    assert wide["memory"]["weights_bytes"] - plan["memory"]["weights_bytes"] == saved > 0
+    disk = [told["host"]["stages"][0]["disk_bytes"] for told in (wide, plan)]
+    assert disk[0] - disk[1] == saved
+    assert not any("16 bits" in note for note in plan["notes"])
 
 
 def test_largest_batch_of_each_length(workplace, toy_stages, invoke):

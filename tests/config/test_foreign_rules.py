@@ -8,10 +8,13 @@ from pathlib import Path
 import pytest
 
 from pipeline.checkpoint.checked_headers import read_checked, remember
+from pipeline.checkpoint.convert import convert_checkpoint
 from pipeline.checkpoint.folder import CheckpointFolder
 from pipeline.config.compatibility import check_compatibility
 from pipeline.config.load import load_config
 from pipeline.errors import CompatibilityError
+from pipeline.exports.formats import export_checkpoint
+from pipeline.workspace import FolderWorkspace
 from tests.checkpoint.foreign.cases import CASES, write
 from tests.end_to_end.support import write_project
 
@@ -37,7 +40,7 @@ def test_what_is_quantized_is_not_quantized_again(name: str, tmp_path: Path) -> 
         check(path, *settings)
     assert "stages.quantize.method: none" in caught.value.hint
     for _ in range(2):  # once more from what is remembered
-        assert any("counts its linears in 16 bits" in note for note in check(path, NONE, *settings))
+        check(path, NONE, *settings)
 
 
 def test_fp8_wants_a_gpu_that_has_it(tmp_path: Path) -> None:
@@ -64,8 +67,13 @@ REFUSED = [
     ("modelopt-fp8", (OWN, *LLM), r"attention\.qkv is FP8 with a scale for each output, or for q, k and v each",
      (OWN, *PYTORCH)),
     ("compressed-fp8-dynamic", (OWN, *LLM), "is FP8 with a scale for each output", (OWN, "target.gpu=L40S")),
-    ("compressed-fp8-dynamic", (OWN, *PYTORCH), r"attention\.qkv is FP8 without a static scale of its input",
+    ("compressed-fp8-dynamic", (OWN, *PYTORCH),
+     r"attention\.qkv cannot be exported as modelopt: its FP8 weights have no static scale of their input",
      (OWN, "target.gpu=L40S")),
+    ("compressed-fp8-rows-static", (OWN, *PYTORCH),
+     r"attention\.\w+ cannot be exported as modelopt: its FP8 weights have a scale for each output",
+     (OWN, "target.gpu=L40S")),
+    ("compressed-fp8-static", (OWN, *LLM), "scale for each output", (OWN, *PYTORCH)),
     ("compressed-fp8-blocks", (OWN, *LLM), "is FP8 in 128 x 128 blocks", (OWN, *PYTORCH)),
     ("modelopt-int8", (OWN, *PYTORCH), "int8_sq is not exported to what the PyTorch backend reads", (OWN, *LLM)),
 ]  # fmt: skip
@@ -80,6 +88,17 @@ def test_what_no_stage_could_do(
         check(path, NONE, *refused)
     assert "quantize its 16-bit weights" in caught.value.hint
     check(path, NONE, *taken)
+
+
+@pytest.mark.parametrize("name", ["compressed-fp8-rows-static", "compressed-fp8-dynamic"])
+def test_what_validate_refuses_the_export_would_refuse_in_the_same_words(name: str, tmp_path: Path) -> None:
+    path = write(name, tmp_path)
+    convert_checkpoint(CheckpointFolder.open(path), FolderWorkspace(tmp_path / "c"), dtype=None, overflow="refuse")
+    with pytest.raises(CompatibilityError) as built:
+        export_checkpoint(CheckpointFolder.open(tmp_path / "c"), tmp_path / "out", "modelopt")
+    with pytest.raises(CompatibilityError) as checked:
+        check(path, NONE, OWN, *PYTORCH)
+    assert checked.value.message.partition("cannot be")[1:] == built.value.message.partition("cannot be")[1:]
 
 
 def test_what_holds_the_linears_is_remembered_for_one_type(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -1,10 +1,13 @@
+import re
 from pathlib import Path
 from typing import get_args
 
 import pytest
 
+from pipeline.config.explain import list_sections
 from pipeline.config.load import find_config, load_config
 from pipeline.config.recipe import Format, Method
+from pipeline.config.schema import Config
 from pipeline.errors import ConfigError
 from pipeline.quantization.selection import FORMATS, METHODS, NONE, WITH_ZEROS
 
@@ -204,6 +207,43 @@ def test_errors_name_file_line_key_and_nearest(folder, text, message, hint):
     assert hint in error.hint
 
 
+# Every key that is a path, and a setting of it that leaves it empty.
+PATHS = {
+    "model.path": "model: {path: ''}",
+    "output": "output: ' '",
+    "store": "store: ''",
+    "stages.quantize.calibration.files.0.path": "stages: {quantize: {calibration: {files: ['']}}}",
+    "stages.quantize.sensitivity.file": "stages: {quantize: {sensitivity: {file: ''}}}",
+    "stages.verify.heldout.files.0": "stages: {verify: {heldout: {files: ['']}}}",
+    "stages.verify.tasks.0": "stages: {verify: {tasks: ['']}}",
+}
+
+
+def list_paths(section):
+    for name, field in section.model_fields.items():
+        inner = str(field.annotation)
+        at = f"{name}.0" if inner.startswith("tuple") else name
+        if re.search(r"\bPath\b", inner):
+            yield at
+        for child in list_sections(field.annotation):
+            yield from (f"{at}.{path}" for path in list_paths(child))
+
+
+def test_no_path_is_empty(folder):
+    assert sorted(list_paths(Config)) == sorted(PATHS)
+    for key, text in {**PATHS, "stages.quantize.recipe": "stages: {quantize: {recipe: ''}}"}.items():
+        folder("a.yaml", f"target: {{gpu: L4}}\n{text}\n" + ("" if "model" in text else "model: {path: m}\n"))
+        error = refuse("a.yaml")
+        assert error.message == f"a.yaml:2: {key}: is empty"
+        assert "name a file or folder" in error.hint and "the current folder is written ." in error.hint
+    folder("a.yaml", "target: {gpu: L4}\nmodel:\n  path:\nextends: ['']\n")
+    assert refuse("a.yaml").message == "a.yaml:4: extends: is empty"
+    folder("a.yaml", "target: {gpu: L4}\nmodel:\n  path:\n")
+    assert refuse("a.yaml").message == "a.yaml:3: model.path: is empty"
+    folder("a.yaml", "target: {gpu: L4}\nmodel: {path: .}\nstore:\n")
+    assert load_config("a.yaml").store is None
+
+
 def test_an_unknown_gpu_is_placed_and_the_nearest_are_named(folder):
     folder("a.yaml", "model: {path: m}\ntarget:\n  gpu: A100-48GB\n")
     error = refuse("a.yaml")
@@ -295,8 +335,8 @@ def test_calibration_files_are_paths_or_say_more(folder):
     assert (weighted.path, weighted.key, weighted.weight) == (Path("b.jsonl"), None, 2)
     folder("c.yaml", MINIMAL + "stages: {quantize: {calibration: {files: [{path: b.jsonl, wieght: 2}]}}}\n")
     error = refuse("c.yaml")
-    assert "c.yaml:3: stages.quantize.calibration.files.0.wieght: is not a setting" in error.message
-    assert "did you mean stages.quantize.calibration.files.0.weight?" in error.message
+    assert error.message == "c.yaml:3: stages.quantize.calibration.files.0.wieght: is not a setting"
+    assert error.hint == "did you mean stages.quantize.calibration.files.0.weight?"
     folder("c.yaml", MINIMAL + "stages: {quantize: {calibration: {files: [3]}}}\n")
     assert "c.yaml:3: stages.quantize.calibration.files.0: must be a map of settings, not 3" in refuse("c.yaml").message
 

@@ -246,6 +246,17 @@ def test_the_head_stays_in_16_bits():
     assert "reads one of 16 bits" in RULES["loaded_in_pytorch"].find(make_case({**PYTORCH, **rows}))
 
 
+def test_blocks_that_the_hubs_linears_would_cut_are_found():
+    blocks = {"stages.quantize.method": "fp8_blocks", "stages.quantize.include": ("attention_input", "mlp")}
+    find = RULES["loaded_in_pytorch"].find
+    odd = {"num_attention_heads": 32, "num_key_value_heads": 1, "head_dim": 64}  # k and v are 64 rows each
+    message = "transformer.layers.0.attention.qkv cannot be exported as hf: blocks of 128 rows reach over its parts"
+    assert find(make_case({**PYTORCH, **blocks}, **odd)) == message
+    assert find(make_case({**PYTORCH, **blocks})) is None
+    blocks["stages.quantize.include"] = ("mlp",)
+    assert find(make_case({**PYTORCH, **blocks}, **odd)) is None
+
+
 def test_the_sources_own_blocks_are_found():
     kept = {**ENGINE, "stages.quantize.method": "none"}
     tensors = [("a.weight", "F8_E4M3")]

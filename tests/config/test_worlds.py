@@ -1,5 +1,7 @@
 """What each other backend would change of a config."""
 
+from dataclasses import replace
+
 import pytest
 
 from pipeline.config.backends import BACKENDS
@@ -13,7 +15,7 @@ OWN = "stages.build.tensorrt_llm"
 
 def look(settings, model=CODER):
     case = make_case(settings, model)
-    worlds = list_other_worlds(choose_lowerings(case.config), case.architecture, {})
+    worlds = list_other_worlds(replace(case, config=choose_lowerings(case.config)))
     return {world.backend: world for world in worlds}
 
 

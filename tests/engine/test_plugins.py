@@ -9,6 +9,7 @@ from typing import Any
 import pytest
 
 from pipeline.checkpoint.architecture import parse_architecture
+from pipeline.cli.inspection import describe
 from pipeline.engine.builder import build_engine
 from pipeline.engine.description import EngineDescription, load_description
 from pipeline.engine.engine_file import inspect_engine
@@ -74,6 +75,17 @@ def test_an_engine_carries_its_kernels(config: dict[str, Any], names: dict[str, 
     assert len(engine.profiles) == 2 and all(profile.workspace_bytes > 0 for profile in engine.profiles)
     assert not any("mha" in kernel for profile in engine.profiles for kernel in profile.graph.kernels)
     check_workspace(description, config)
+    told = describe(tmp_path)
+    assert told["lowering"] == {
+        "rope_paged_kv": "plugin",
+        "paged_attention": "plugin",
+        "moe_all_to_all": "native",
+        "moe_experts": "native",
+    }
+    assert {row["operation"] for row in told["plugin_kernels"]} == set(names)
+    assert {(row["compiled_for"], row["passed"], row["run"]) for row in told["plugin_kernels"]} == {
+        ("SM80", False, None)
+    }
 
 
 @pytest.mark.parametrize(

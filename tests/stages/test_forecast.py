@@ -7,19 +7,27 @@ from typing import Any
 
 import pytest
 
+from pipeline.checkpoint.checked_headers import read_checked
 from pipeline.checkpoint.convert import convert_checkpoint
 from pipeline.checkpoint.folder import CheckpointFolder
+from pipeline.checkpoint.layouts.scales import CACHE_SCALES
 from pipeline.cli.host import describe_host
+from pipeline.config.case import Case
 from pipeline.config.schema import Config
 from pipeline.engine.weights import estimate_weights
 from pipeline.quantization.quantize import quantize_checkpoint
 from pipeline.quantization.selection import Rules
 from pipeline.workspace import FolderWorkspace
 from tests import fixtures
+from tests.checkpoint.foreign.cases import CASES, write
 
 
 def _config(model: Path, output: Path, **stages: Any) -> Config:
     return Config(name="x", model={"path": model}, target={"gpu": "L4"}, output=output, stages=stages)
+
+
+def _case(config: Config, source: CheckpointFolder) -> Case:
+    return Case(config=config, architecture=source.architecture, tensors=source.tensors)
 
 
 def _written(folder: Path) -> int:
@@ -41,7 +49,7 @@ def _written(folder: Path) -> int:
 def test_disk_is_what_the_stages_write(model: Any, dtype: str | None, tmp_path: Path) -> None:
     source = CheckpointFolder.open(model(tmp_path / "model"))
     config = _config(source.path, tmp_path / "out", convert={"dtype": dtype}, quantize={"method": "rtn"})
-    rows = {row["stage"]: row for row in describe_host(config, source.architecture, source.tensors)["stages"]}
+    rows = {row["stage"]: row for row in describe_host(_case(config, source))["stages"]}
     convert_checkpoint(source, FolderWorkspace(tmp_path / "converted"), dtype=dtype, overflow="refuse")
     assert rows["convert"]["disk_bytes"] == _written(tmp_path / "converted")
     converted = CheckpointFolder.open(tmp_path / "converted")
@@ -58,17 +66,31 @@ def test_a_recipe_is_counted_linear_by_linear(tmp_path: Path) -> None:
         {"pattern": "*.layers.2.attention.dense", "method": "none"},
     ]
     config = _config(source.path, tmp_path / "out", quantize={"method": "rtn", "recipe": {"rows": tuple(rows)}})
-    forecast = {row["stage"]: row for row in describe_host(config, source.architecture, source.tensors)["stages"]}
+    forecast = {row["stage"]: row for row in describe_host(_case(config, source))["stages"]}
     convert_checkpoint(source, FolderWorkspace(tmp_path / "converted"), dtype=None, overflow="refuse")
     converted = CheckpointFolder.open(tmp_path / "converted")
     quantize_checkpoint(converted, FolderWorkspace(tmp_path / "quantized"), settings=config.stages.quantize)
     assert forecast["quantize"]["disk_bytes"] == _written(tmp_path / "quantized")
 
 
+@pytest.mark.parametrize("name", CASES)
+def test_what_another_tool_quantized_is_counted_as_it_is_held(name: str, tmp_path: Path) -> None:
+    path = write(name, tmp_path)
+    config = _config(path, tmp_path / "out", quantize={"method": "none"})
+    headers = read_checked(path, tmp_path / "memory")
+    case = Case(config=config, architecture=headers.architecture, tensors=headers.tensors, holding=headers.holding)
+    workspace = FolderWorkspace(tmp_path / "converted")
+    convert_checkpoint(CheckpointFolder.open(path), workspace, dtype=None, overflow="refuse", foreign="dequantize")
+    written = CheckpointFolder.open(tmp_path / "converted")
+    scales = sum(info.nbytes for name, info in written.tensors.items() if name.endswith(CACHE_SCALES))
+    row = describe_host(case)["stages"][0]
+    assert row["disk_bytes"] == _written(written.path) - scales
+
+
 def test_stages_that_will_not_run_are_left_out(tmp_path: Path, llama_path: Path) -> None:
     source = CheckpointFolder.open(llama_path)
     config = _config(llama_path, tmp_path, quantize={"method": "none"})
-    host = describe_host(config, source.architecture, source.tensors)
+    host = describe_host(_case(config, source))
     assert [row["stage"] for row in host["stages"]] == ["convert", "build"]
     assert host["disk_bytes"] == sum(row["disk_bytes"] for row in host["stages"])
     assert host["free_bytes"] > 0
@@ -79,7 +101,7 @@ def test_an_engine_without_weights_takes_little_of_disk_and_memory(tmp_path: Pat
     builds = []
     for weights in ("full", "stripped"):
         config = _config(llama_path, tmp_path, quantize={"method": "awq"}, build={"weights": weights})
-        rows = describe_host(config, source.architecture, source.tensors)["stages"]
+        rows = describe_host(_case(config, source))["stages"]
         assert rows[1]["seconds"] is None and rows[1]["memory_bytes"] is None  # AWQ was not measured at size
         builds.append(rows[2])
     full, stripped = builds

@@ -34,13 +34,20 @@ GROUPS = (128, 64, 32)
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Held:
     """`format` is a key of quantization.selection.FORMATS; `group` inputs per scale of INT4; `rounds`: its input is
-    rounded too. rounded: the largest relative change that the model's type makes to float32 INT4 scales."""
+    rounded too. per_output: of FP8, its scales differ within one of the source's linears. rounded: the largest relative
+    change that the model's type makes to float32 INT4 scales."""
 
     format: str
     group: int | None = None
     rounds: bool = False
     prescaled: bool = False
+    per_output: bool = False
     rounded: float = 0.0
+
+    @property
+    def kind(self) -> Held:
+        """What it has in common with others that take as much."""
+        return Held(format=self.format, group=self.group, rounds=self.rounds, prescaled=self.prescaled)
 
 
 # Of linears that were quantized, by the engine's names: what holds each, or why nothing does.
@@ -137,9 +144,10 @@ def _hold_fp8(linears: Sequence[ForeignLinear], dtype: str) -> Held | str:
         return Held(format="fp8_blocks")
     if any(each.grid[1] > 1 for each in linears):
         return "has FP8 scales for groups of inputs"
-    scales = torch.cat([each.scales().reshape(-1) for each in linears])
-    rounds = first.inputs == STATIC
-    return Held(format="fp8" if rounds and bool((scales == scales[0]).all()) else "fp8_rows", rounds=rounds)
+    scales = [each.scales().reshape(-1) for each in linears]
+    rounds, is_one = first.inputs == STATIC, all(torch.equal(each, scales[0][:1].expand(len(each))) for each in scales)
+    per_output = any(bool((each != each[0]).any()) for each in scales)
+    return Held(format="fp8" if rounds and is_one else "fp8_rows", rounds=rounds, per_output=per_output)
 
 
 HOLD: dict[str, Callable[[Sequence[ForeignLinear], str], Held | str]] = {

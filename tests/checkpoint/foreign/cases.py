@@ -101,6 +101,10 @@ CASES: dict[str, Case] = {
     "compressed-fp8-static": Case(
         _compressed({"weights": FP8, "input_activations": FP8}, FLOAT), held=(("fp8", 12), ("fp8_rows", 3))
     ),
+    "compressed-fp8-rows-static": Case(
+        _compressed({"weights": {**FP8, "strategy": "channel"}, "input_activations": FP8}, FLOAT),
+        held=(("fp8_rows", 15),),
+    ),
     "compressed-fp8-dynamic": Case(
         _compressed(
             {"weights": {**FP8, "strategy": "channel"}, "input_activations": {**TOKEN, "type": "float"}}, FLOAT
