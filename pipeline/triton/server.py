@@ -189,9 +189,9 @@ class TritonServer:
             "--disable-auto-complete-config",  # it starts every stub twice
             "--exit-on-error=false",
             f"--exit-timeout-secs={round(self.grace + UNLOAD_S)}",
-            f"--http-address={addresses.http_host}",
+            f"--http-address={addresses.host}",
             f"--grpc-address={addresses.host}",
-            f"--metrics-address={addresses.host}",
+            f"--metrics-address={addresses.metrics_host}",
             f"--http-port={addresses.http}",
             f"--grpc-port={addresses.grpc}",
             f"--metrics-port={addresses.metrics}",

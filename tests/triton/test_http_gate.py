@@ -10,7 +10,7 @@ import time
 import pytest
 
 from pipeline.triton.errors import ServerError
-from pipeline.triton.gate import HEADER_LENGTH, Gate, find_problem
+from pipeline.triton.http_gate import HEADER_LENGTH, HttpGate, find_problem
 
 LIMIT = 10_000
 
@@ -59,7 +59,7 @@ def gate():
     thread = threading.Thread(target=server.serve_forever)
     thread.start()
     state = {"ready": True}
-    gate = Gate(
+    gate = HttpGate(
         f"http://127.0.0.1:{server.server_port}",
         host="127.0.0.1",
         port=0,
@@ -90,11 +90,16 @@ def test_requests_and_answers_pass_unchanged(gate):
     assert (status, body, headers["X-Seen"]) == (200, b"\x00abc", "yes")
 
 
+MODELS = ["/v2/models/m/ready", "/v2/models/m/versions/1/ready"]
+
+
 def test_readiness_is_the_supervisors(gate):
+    """Triton says of models that they are ready, whatever becomes of their processes; of an unknown one it knows."""
     assert send(gate, "GET", "/v2/health/ready")[0] == 200
+    assert [send(gate, "GET", path)[1].decode() for path in MODELS] == [f"got {path}" for path in MODELS]
     gate.state["ready"] = False
-    assert send(gate, "GET", "/v2/health/ready")[0] == 503
-    assert send(gate, "GET", "/v2/health/live")[0] == 200
+    assert {send(gate, "GET", path)[0] for path in ("/v2/health/ready", *MODELS)} == {503}
+    assert {send(gate, "GET", path)[0] for path in ("/v2/health/live", "/v2/models/m", "/v2/models/ready")} == {200}
 
 
 def test_large_requests_are_refused(gate):
@@ -113,7 +118,7 @@ def test_what_runs_code_is_closed(gate, path):
 
 def test_draining_refuses_new_requests_and_says_so(gate):
     gate.draining = True
-    assert send(gate, "GET", "/v2/health/ready")[0] == 503
+    assert {send(gate, "GET", path)[0] for path in ("/v2/health/ready", *MODELS)} == {503}
     assert send(gate, "POST", "/v2/models/m/generate", b"{}")[0] == 503
 
 
@@ -136,7 +141,7 @@ def test_a_stream_comes_as_it_is_made_and_ends_with_its_client(gate):
 
 
 def test_an_absent_server_is_a_bad_gateway():
-    gate = Gate("http://127.0.0.1:9", host="127.0.0.1", port=0, max_bytes=LIMIT, is_ready=lambda: True)
+    gate = HttpGate("http://127.0.0.1:9", host="127.0.0.1", port=0, max_bytes=LIMIT, is_ready=lambda: True)
     gate.start()
     try:
         assert send(gate, "GET", "/v2")[0] == 502
@@ -145,13 +150,13 @@ def test_an_absent_server_is_a_bad_gateway():
 
 
 def test_a_taken_port_is_named(gate):
-    other = Gate(gate.upstream, host="127.0.0.1", port=gate.port, max_bytes=LIMIT, is_ready=lambda: True)
+    other = HttpGate(gate.upstream, host="127.0.0.1", port=gate.port, max_bytes=LIMIT, is_ready=lambda: True)
     with pytest.raises(ServerError, match=f"127.0.0.1:{gate.port} cannot be listened on: Address already in use\n"):
         other.start()
 
 
 def test_a_host_that_is_none_is_named():
-    other = Gate("http://127.0.0.1:9", host="none.invalid", port=0, max_bytes=LIMIT, is_ready=lambda: True)
+    other = HttpGate("http://127.0.0.1:9", host="none.invalid", port=0, max_bytes=LIMIT, is_ready=lambda: True)
     with pytest.raises(ServerError, match=r"none\.invalid:0 cannot be listened on: \w"):
         other.start()
 
