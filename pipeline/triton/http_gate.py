@@ -26,6 +26,8 @@ _MODEL_READY = re.compile(r"/v2/models/[^/]+(/versions/[^/]+)?/ready")
 CLOSED = ("/v2/repository", "/v2/systemsharedmemory", "/v2/cudasharedmemory", "/v2/trace", "/v2/logging")
 # Of one connection only, not of the message (RFC 9110, 7.6.1), and what the client library sets itself.
 HOP_BY_HOP = frozenset({"connection", "keep-alive", "transfer-encoding", "upgrade", "host", "content-length", "te"})
+# Of a request's body: aiohttp has undone them by the time it is read, and bounded what came out.
+UNDONE = frozenset({"gzip", "deflate"})
 HEADER_LENGTH = "Inference-Header-Content-Length"
 
 
@@ -71,6 +73,8 @@ class HttpGate(Gate):
             body = await request.read()
         except web.HTTPRequestEntityTooLarge:
             return _refuse(413, f"a request may have {self.max_bytes} bytes")
+        except web.RequestPayloadError as error:
+            return _refuse(400, f"the request cannot be read: {error}")
         if problem := find_problem(request.path, request.headers, body, self.max_bytes):
             return _refuse(400, problem)
         self.in_flight += 1
@@ -86,7 +90,9 @@ class HttpGate(Gate):
         from yarl import URL
 
         url = URL(self.upstream + request.raw_path, encoded=True)
-        headers = {name: value for name, value in request.headers.items() if name.lower() not in HOP_BY_HOP}
+        undone = request.headers.get("Content-Encoding", "").lower() in UNDONE
+        left_out = HOP_BY_HOP | {"content-encoding"} if undone else HOP_BY_HOP
+        headers = {name: value for name, value in request.headers.items() if name.lower() not in left_out}
         async with session.request(request.method, url, headers=headers, data=body or None) as answer:
             kept = {name: value for name, value in answer.headers.items() if name.lower() not in HOP_BY_HOP}
             response = web.StreamResponse(status=answer.status, headers=kept)

@@ -1,11 +1,13 @@
 """The HTTP door by itself, before a stand-in for Triton."""
 
+import gzip
 import http.client
 import http.server
 import json
 import socket
 import threading
 import time
+import zlib
 
 import pytest
 
@@ -27,7 +29,11 @@ class Upstream(http.server.BaseHTTPRequestHandler):
     def do_POST(self):
         body = self.rfile.read(int(self.headers["Content-Length"]))
         if self.path != "/v2/models/m/generate_stream":
-            self.answer(body, {"X-Seen": self.headers.get("X-Sent", "")})
+            seen = {
+                "X-Seen": self.headers.get("X-Sent", ""),
+                "X-Encoding": self.headers.get("Content-Encoding", "none"),
+            }
+            self.answer(body, seen)
             return
         self.send_response(200)
         self.send_header("Transfer-Encoding", "chunked")
@@ -91,6 +97,17 @@ def test_requests_and_answers_pass_unchanged(gate):
 
 
 MODELS = ["/v2/models/m/ready", "/v2/models/m/versions/1/ready"]
+
+
+@pytest.mark.parametrize(("encoding", "pack"), [("gzip", gzip.compress), ("Deflate", zlib.compress)])
+def test_a_compressed_request_is_judged_and_passed_on_as_what_is_in_it(gate, encoding, pack):
+    headers = {"content-Encoding": encoding, "X-Sent": "yes"}
+    status, body, seen = send(gate, "POST", "/v2/models/m/infer", pack(infer([5])), headers)
+    assert (status, body, seen["X-Seen"], seen["X-Encoding"]) == (200, infer([5]), "yes", "none")
+    assert send(gate, "POST", "/v2/models/m/infer", pack(infer([2**63 - 1])), headers)[0] == 400
+    assert send(gate, "POST", "/v2/models/m/generate", pack(b"x" * (LIMIT + 1)), headers)[0] == 413
+    assert send(gate, "POST", "/v2/models/m/generate", b"not packed", headers)[0] == 400
+    assert send(gate, "GET", "/v2")[0] == 200
 
 
 def test_readiness_is_the_supervisors(gate):
