@@ -14,7 +14,10 @@ import urllib.error
 import urllib.request
 from pathlib import Path
 
+import numpy as np
 import pytest
+import tritonclient.grpc
+import tritonclient.http
 from tritonclient.grpc import InferenceServerClient
 from tritonclient.http import InferenceServerClient as HttpClient
 from tritonclient.utils import InferenceServerException
@@ -220,6 +223,27 @@ def test_grpc_requests_are_bounded_too(serving, model):
         assert re.search(expected, error.message())
         assert (error.status() == "StatusCode.RESOURCE_EXHAUSTED") is (nbytes > 16 << 20)
     assert serving.query("hello", "--max-tokens=2").returncode == 0
+
+
+@pytest.mark.parametrize("nbytes", [15 << 20, 17 << 20])
+def test_one_limit_holds_over_both_protocols(serving, nbytes):
+    """Of a model that both ask in the same way."""
+    refusals = []
+    for module, address in ((tritonclient.grpc, serving.grpc), (tritonclient.http, serving.http)):
+        query = module.InferInput("QUERY", [1, 1], "BYTES")
+        query.set_data_from_numpy(np.array([[b"x" * nbytes]], np.object_))
+        length = module.InferInput("REQUEST_OUTPUT_LEN", [1, 1], "INT32")
+        length.set_data_from_numpy(np.array([[1]], np.int32))
+        with module.InferenceServerClient(address) as client, pytest.raises(InferenceServerException) as caught:
+            client.infer("preprocessing", [query, length])
+        refusals.append((caught.value.status().removeprefix("StatusCode."), caught.value.message()))
+    (grpc_status, grpc_text), (http_status, http_text) = refusals
+    if nbytes < 16 << 20:
+        assert grpc_text == http_text == f"QUERY: holds {nbytes} bytes, and at most 32768 are served"
+        assert (grpc_status, http_status) == ("INVALID_ARGUMENT", "400")
+    else:
+        assert (grpc_status, http_status) == ("RESOURCE_EXHAUSTED", "413")
+        assert "16777216" in grpc_text and "16777216" in http_text
 
 
 @pytest.mark.parametrize("model", ["tensorrt_llm", "tensorrt_llm_bls"])
