@@ -11,7 +11,7 @@ from typing import Any
 
 import numpy as np
 import numpy.typing as npt
-from trtseek_text import RequestError, Tokenizer, encode_bias, encode_words
+from trtseek_text import RequestError, Tokenizer, check_sizes, encode_bias, encode_words
 
 Arrays = dict[str, npt.NDArray[Any]]
 
@@ -53,6 +53,7 @@ READ_HERE = (
     "stream",
     "text_input",
 )
+TEXTS = ("text_input", "messages", "stop_words", "bad_words", "embedding_bias_words")
 
 
 @dataclass(frozen=True)
@@ -69,8 +70,7 @@ class Prompt:
 
 
 def read_prompts(tokenizer: Tokenizer, inputs: Arrays, *, max_bytes: int) -> list[Prompt]:
-    """One for each row. Raises RequestError, which names the tensor; for a prompt of more than `max_bytes` before it is
-    tokenized, which takes long."""
+    """One for each row. Raises RequestError, which names the tensor; for texts of more than `max_bytes` too."""
     if unserved := sorted(
         name for name, array in inputs.items() if array.size and name not in (*READ_HERE, *PASSED_ON)
     ):
@@ -80,12 +80,11 @@ def read_prompts(tokenizer: Tokenizer, inputs: Arrays, *, max_bytes: int) -> lis
         raise RequestError("give either text_input or messages")
     if "max_tokens" not in inputs:
         raise RequestError("max_tokens: is missing")
+    check_sizes(inputs, TEXTS, max_bytes)
     texts = inputs[given[0]].reshape(-1)
     stops = _read_strings(inputs, "stop_words", len(texts))
     prompts = []
     for row, text in enumerate(texts):
-        if len(text) > max_bytes:
-            raise RequestError(f"{given[0]}: holds {len(text)} bytes, and at most {max_bytes} are served")
         if given[0] == "messages":
             rendered = tokenizer.render_chat(text)
             ids = tokenizer.encode_word(rendered.encode())

@@ -10,7 +10,7 @@ import atexit
 import json
 import os
 import sys
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -100,6 +100,15 @@ class Tokenizer:
         except UnicodeDecodeError as error:
             raise RequestError(f"text is not UTF-8: {error}") from error
         return list(self._tokenizer.encode(decoded, add_special_tokens=add_special_tokens))
+
+
+def check_sizes(inputs: Mapping[str, npt.NDArray[Any]], names: Sequence[str], max_bytes: int) -> None:
+    """RequestError, which names the tensor, for texts of more bytes than that in a row: tokenizing takes long."""
+    for name in names:
+        for row in inputs.get(name, ()):
+            size = sum(map(len, row.reshape(-1)))
+            if size > max_bytes:
+                raise RequestError(f"{name}: holds {size} bytes, and at most {max_bytes} are served")
 
 
 def encode_prompts(tokenizer: Tokenizer, queries: npt.NDArray[np.object_]) -> tuple[Int32Array, Int32Array]:

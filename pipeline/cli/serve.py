@@ -25,9 +25,7 @@ MEGABYTE = 1 << 20
 @click.option("--http-port", type=click.IntRange(0, 65535), default=8000, show_default=True)
 @click.option("--grpc-port", type=click.IntRange(0, 65535), default=8001, show_default=True)
 @click.option("--metrics-port", type=click.IntRange(0, 65535), default=8002, show_default=True)
-@click.option(
-    "--max-request-mb", type=click.IntRange(1), default=16, show_default=True, help="Largest request over HTTP."
-)
+@click.option("--max-request-mb", type=click.IntRange(1, 2047), default=16, show_default=True, help="Largest request.")
 @click.option(
     "--grace", type=click.FloatRange(0), default=30.0, show_default=True, help="Seconds for requests at the end."
 )
@@ -79,7 +77,7 @@ def command(
 
     supervisor = Supervisor(
         make_server,
-        addresses=Addresses(host=host, http_host=host, http=http_port, grpc=grpc_port, metrics=metrics_port),
+        addresses=Addresses(host=host, metrics_host=host, http=http_port, grpc=grpc_port, metrics=metrics_port),
         max_bytes=max_request_mb * MEGABYTE,
         patience=Patience(grace=grace),
         say=lambda text: click.echo(text, err=True),
@@ -125,11 +123,11 @@ def _run(supervisor: Supervisor) -> None:
         supervisor.start()
         for number in (signal.SIGINT, signal.SIGTERM, signal.SIGHUP):
             signal.signal(number, stop)
-        address, gate = supervisor.server.addresses, supervisor.gate
+        address, grpc, http = supervisor.server.addresses, supervisor.grpc, supervisor.http
         places = {
-            "gRPC": f"{address.host}:{address.grpc}",
-            "HTTP": f"{gate.host}:{gate.port}",
-            "metrics": f"{address.host}:{address.metrics}",
+            "gRPC": f"{grpc.host}:{grpc.port}",
+            "HTTP": f"{http.host}:{http.port}",
+            "metrics": f"{address.metrics_host}:{address.metrics}",
         }
         click.echo("ready: " + ", ".join(f"{what} at {place}" for what, place in places.items()))
         supervisor.run()

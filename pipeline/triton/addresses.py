@@ -14,10 +14,10 @@ LOOPBACK = "127.0.0.1"
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Addresses:
-    """Where a server listens. A port of 0 is replaced by a free one."""
+    """Where a server listens. A port of 0 is replaced by a free one. `host`: for HTTP and gRPC."""
 
     host: str = LOOPBACK
-    http_host: str = LOOPBACK
+    metrics_host: str = LOOPBACK
     http: int = 0
     grpc: int = 0
     metrics: int = 0
@@ -26,22 +26,31 @@ class Addresses:
         """With free ports in the place of 0."""
         with contextlib.ExitStack() as held:
             ports = {name: getattr(self, name) or _free_port(held) for name in ("http", "grpc", "metrics")}
-        return Addresses(host=self.host, http_host=self.http_host, **ports)
+        return Addresses(host=self.host, metrics_host=self.metrics_host, **ports)
 
     def check(self) -> None:
         """Raises ServerError for a port that cannot be listened on. Of a taken metrics port Triton says nothing;
         it ends after it has loaded its models. HTTP is left out: it is the gate's, or was free just now."""
         with contextlib.ExitStack() as held:
-            for port, option in ((self.grpc, "--grpc-port"), (self.metrics, "--metrics-port")):
-                try:
-                    found = socket.getaddrinfo(self.host, port, type=socket.SOCK_STREAM)
-                    family, kind, protocol, _, address = found[0]
-                    listener = held.enter_context(socket.socket(family, kind, protocol))
-                    listener.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)  # as servers do: not what just ended
-                    listener.bind(address)
-                    listener.listen()
-                except OSError as error:
-                    raise refuse(self.host, port, error, option) from error
+            held.enter_context(listen(self.host, self.grpc, "--grpc-port"))
+            held.enter_context(listen(self.metrics_host, self.metrics, "--metrics-port"))
+
+
+def listen(host: str, port: int, option: str) -> socket.socket:
+    """Raises ServerError where nobody can."""
+    try:
+        family, kind, protocol, _, address = socket.getaddrinfo(host, port, type=socket.SOCK_STREAM)[0]
+        listener = socket.socket(family, kind, protocol)
+    except OSError as error:
+        raise refuse(host, port, error, option) from error
+    try:
+        listener.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)  # as servers do: not what just ended
+        listener.bind(address)
+        listener.listen()
+    except OSError as error:
+        listener.close()
+        raise refuse(host, port, error, option) from error
+    return listener
 
 
 def refuse(host: str, port: int, error: OSError, option: str) -> ServerError:

@@ -42,7 +42,7 @@ class Control:
 
     def metrics(self) -> str:
         """In Prometheus' text format. Raises ServerError."""
-        return self._fetch(f"http://{reach(self.addresses.host)}:{self.addresses.metrics}/metrics")
+        return self._fetch(f"http://{reach(self.addresses.metrics_host)}:{self.addresses.metrics}/metrics")
 
     def find_unloaded(self) -> list[str]:
         """A line for each model that could not be loaded, with the reason; one where there is no model at all."""
@@ -73,7 +73,7 @@ class Control:
                 job.result()
 
     def _call(self, path: str, *, body: bytes | None = None, timeout: float) -> str:
-        url = f"http://{reach(self.addresses.http_host)}:{self.addresses.http}{path}"
+        url = f"http://{reach(self.addresses.host)}:{self.addresses.http}{path}"
         return self._fetch(urllib.request.Request(url, body, {GUARD: self.key}), timeout)
 
     def _fetch(self, request: str | urllib.request.Request, timeout: float = 5.0) -> str:

@@ -1,175 +1,66 @@
-"""The HTTP door in front of Triton's own: it bounds requests, says truly whether the server is ready, and drains.
+"""What the doors in front of Triton's own have in common: a thread of their own, and what they know of the server.
 
-Triton 24.10 takes a request of any size, answers that it is ready while its models' processes are dead, and aborts at a
-JSON request whose shape is near 2**63. Everything else is passed on as it is, streams as they come, and a client that
-goes away is gone for Triton too.
+Triton 24.10 takes a request of any size, and answers that it is ready while its models' processes are dead, and while
+it ends. `http_gate.py` and `grpc_gate.py` pass on the rest.
 """
 
 from __future__ import annotations
 
 import asyncio
 import contextlib
-import json
-import logging
-import math
 import threading
-from collections.abc import Callable, Mapping
-from typing import TYPE_CHECKING, Any
+from abc import ABC, abstractmethod
+from collections.abc import Callable
 
-from pipeline.triton.addresses import refuse
-
-if TYPE_CHECKING:
-    from aiohttp import ClientSession, web
-
-LIVE, READY = "/v2/health/live", "/v2/health/ready"
-# Triton's own endpoints that run code or touch the host: for whoever started the server, and not through here.
-CLOSED = ("/v2/repository", "/v2/systemsharedmemory", "/v2/cudasharedmemory", "/v2/trace", "/v2/logging")
-# Of one connection only, not of the message (RFC 9110, 7.6.1), and what the client library sets itself.
-HOP_BY_HOP = frozenset({"connection", "keep-alive", "transfer-encoding", "upgrade", "host", "content-length", "te"})
-HEADER_LENGTH = "Inference-Header-Content-Length"
 CLOSE_S = 5.0
 
 
-class Gate:
-    """Listens in a thread of its own. `is_ready` is asked for every health request."""
+class Gate(ABC):
+    """Listens at `host`:`port`; a port of 0 is replaced by the one that was free. `upstream` is Triton's own door.
+
+    `max_bytes`: of one request. `is_ready` is asked for every question about readiness. While `draining`, new requests
+    are refused; `in_flight`: those that are being answered.
+    """
 
     def __init__(self, upstream: str, *, host: str, port: int, max_bytes: int, is_ready: Callable[[], bool]) -> None:
         self.upstream, self.host, self.port, self.max_bytes = upstream, host, port, max_bytes
         self._is_ready = is_ready
         self.draining = False
         self.in_flight = 0
-        self._loop = asyncio.new_event_loop()
-        self._stop = asyncio.Event()
-        self._started: threading.Event = threading.Event()
-        self._error: OSError | None = None
-        self._thread = threading.Thread(target=self._run, name="gate", daemon=True)
+        self._started = threading.Event()
+        self._error: Exception | None = None
+        self._thread = threading.Thread(target=self._run, name=type(self).__name__, daemon=True)
 
     def start(self) -> None:
         """Raises ServerError where the port is taken."""
         self._thread.start()
         self._started.wait()
         if self._error is not None:
-            raise refuse(self.host, self.port, self._error, "--http-port")
+            raise self._error
 
     def close(self) -> None:
         if self._thread.is_alive():
-            self._loop.call_soon_threadsafe(self._stop.set)
+            with contextlib.suppress(RuntimeError):  # it ends already
+                self._loop.call_soon_threadsafe(self._stop.set)
             self._thread.join(CLOSE_S + 1)
 
+    @property
+    def open(self) -> bool:
+        """Whether the server is ready, and takes new requests."""
+        return self._is_ready() and not self.draining
+
     def _run(self) -> None:
-        asyncio.set_event_loop(self._loop)
-        with contextlib.suppress(asyncio.CancelledError):
-            self._loop.run_until_complete(self._listen())
-        self._loop.close()
-
-    async def _listen(self) -> None:
-        from aiohttp import ClientSession, ClientTimeout, TCPConnector, web
-
-        timeout = ClientTimeout(total=None)  # an answer takes as long as it takes
-        async with ClientSession(
-            timeout=timeout, auto_decompress=False, connector=TCPConnector(limit=0), trust_env=False
-        ) as session:
-
-            async def handle(request: web.Request) -> web.StreamResponse:
-                return await self._handle(request, session)
-
-            application = web.Application(client_max_size=self.max_bytes)
-            application.router.add_route("*", "/{path:.*}", handle)
-            runner = web.AppRunner(
-                application, handler_cancellation=True, access_log=None, shutdown_timeout=CLOSE_S, logger=_make_logger()
-            )
-            try:
-                await runner.setup()
-                await web.TCPSite(runner, self.host, self.port).start()
-                self.port = self.port or runner.addresses[0][1]
-            except OSError as error:
-                self._error = error
-                return
-            finally:
-                self._started.set()
-            await self._stop.wait()
-            await runner.cleanup()
-
-    async def _handle(self, request: web.Request, session: ClientSession) -> web.StreamResponse:
-        from aiohttp import ClientError, web
-
-        if request.path == READY:
-            return web.Response(status=200 if self._is_ready() and not self.draining else 503)
-        if request.path.startswith(CLOSED):
-            return _refuse(403, "this API is not served here")
-        if self.draining and request.method == "POST":
-            return _refuse(503, "the server is shutting down")
         try:
-            body = await request.read()
-        except web.HTTPRequestEntityTooLarge:
-            return _refuse(413, f"a request may have {self.max_bytes} bytes")
-        if problem := find_problem(request.path, request.headers, body, self.max_bytes):
-            return _refuse(400, problem)
-        self.in_flight += 1
-        try:
-            return await self._forward(request, body, session)
-        except ClientError as error:
-            return _refuse(502, f"tritonserver does not answer: {error}")
+            asyncio.run(self._serve())
+        except Exception as error:
+            self._error = error
         finally:
-            self.in_flight -= 1
+            self._started.set()
 
-    async def _forward(self, request: web.Request, body: bytes, session: ClientSession) -> web.StreamResponse:
-        from aiohttp import web
-        from yarl import URL
+    async def _serve(self) -> None:
+        self._loop, self._stop = asyncio.get_running_loop(), asyncio.Event()
+        await self._listen()
 
-        url = URL(self.upstream + request.raw_path, encoded=True)
-        headers = {name: value for name, value in request.headers.items() if name.lower() not in HOP_BY_HOP}
-        async with session.request(request.method, url, headers=headers, data=body or None) as answer:
-            kept = {name: value for name, value in answer.headers.items() if name.lower() not in HOP_BY_HOP}
-            response = web.StreamResponse(status=answer.status, headers=kept)
-            await response.prepare(request)
-            async for chunk in answer.content.iter_any():
-                await response.write(chunk)
-            await response.write_eof()
-            return response
-
-
-def _make_logger() -> logging.Logger:
-    """For faults of the gate's own: what is not HTTP is answered with 400, and fills nobody's log."""
-    from aiohttp.http_exceptions import HttpProcessingError
-
-    def is_ours(record: logging.LogRecord) -> bool:
-        return not (record.exc_info and isinstance(record.exc_info[1], HttpProcessingError))
-
-    logger = logging.Logger(__name__)
-    logger.parent = logging.getLogger("aiohttp.server")
-    logger.addFilter(is_ours)
-    return logger
-
-
-def find_problem(path: str, headers: Mapping[str, str], body: bytes, max_bytes: int) -> str | None:
-    """What is wrong with the shapes of a JSON inference request; everything else is Triton's to judge."""
-    if not path.endswith("/infer"):
-        return None
-    try:
-        length = int(headers.get(HEADER_LENGTH, len(body)))
-        document = json.loads(body[:length])
-        shapes = [tensor["shape"] for tensor in document["inputs"]]
-    except (ValueError, KeyError, TypeError) as error:
-        return f"not an inference request: {error!r}"
-    except RecursionError:
-        return "not an inference request: it is nested too deeply"
-    for shape in shapes:
-        if not _is_shape(shape, max_bytes):
-            return f"a tensor has the shape {str(shape)[:100]}"
-    return None
-
-
-def _is_shape(shape: Any, largest: int) -> bool:
-    """Whether a list of sizes can be a tensor of at most so many elements."""
-    if not isinstance(shape, list) or len(shape) > 16:
-        return False
-    if not all(isinstance(size, int) and not isinstance(size, bool) and 0 <= size <= largest for size in shape):
-        return False
-    return math.prod(shape) <= largest
-
-
-def _refuse(status: int, message: str) -> web.Response:
-    from aiohttp import web
-
-    return web.json_response({"error": message}, status=status)
+    @abstractmethod
+    async def _listen(self) -> None:
+        """Sets `_started` once it listens, and returns when `_stop` is set. Raises ServerError where it cannot."""

@@ -26,6 +26,9 @@ import pipeline
 from pipeline.triton.errors import ServerError
 
 WHEEL = "nvidia-pytriton"
+# Where the library makes folders for environments of models' own, one for each server, which outlives a server that is
+# killed; and a path as long that begins at the folder above the one that the server is started in, which is its own.
+ENVIRONMENTS, OWN_ENVIRONMENTS = b"/tmp/python_env_", b"..///python_env_"
 STUB, LIBRARY, BACKEND_UTILS = "triton_python_backend_stub", "libtriton_python.so", "triton_python_backend_utils.py"
 # Every model imports Triton's utilities. First, as PYTHONPATH is in this process: another trtseek may be installed.
 SETTINGS = "import sys\n\nsys.path[:0] = "
@@ -70,8 +73,9 @@ class Installation:
         """
         python = folder / "python"
         python.mkdir(parents=True)
-        for source in (self.python_backend / LIBRARY, self.stub):
-            shutil.copy(source, python / source.name)  # copied: Triton looks for the stub beside the library
+        shutil.copy(self.stub, python / self.stub.name)  # copied: Triton looks for it beside the library
+        library = (self.python_backend / LIBRARY).read_bytes()
+        (python / LIBRARY).write_bytes(library.replace(ENVIRONMENTS, OWN_ENVIRONMENTS))
         utils = (self.python_backend / BACKEND_UTILS).read_text(encoding="utf-8")
         (python / BACKEND_UTILS).write_text(f"{utils}\n\n{SETTINGS}{list(find_python_path())!r}\n", encoding="utf-8")
         for other in others:

@@ -8,8 +8,8 @@ then cannot clean up. Whatever the server leaves (stubs that
 outlive it, their shared memory, the folder it was started over) is ended and removed. Printed are the server's process
 id, and at last the status.
 
-Whose the shared memory is, a lock says, not a process id: it holds across containers that share a host's /dev/shm, and
-for a server that still answers its last requests after whoever asked for it has ended.
+Whose all that is, a lock says, not a process id: it holds across containers that share a host's /dev/shm, and for a
+server that still answers its last requests after whoever asked for it has ended.
 """
 
 from __future__ import annotations
@@ -29,7 +29,10 @@ from pathlib import Path
 from typing import IO
 
 SHARED_MEMORY = Path("/dev/shm")
-OWNER = "owner"  # ends the name of a file beside a server's shared memory, locked while any process of it lives
+# Ends the name of a file beside a server's shared memory, which holds the name of its folder, and is locked while any
+# process of it lives.
+OWNER = "owner"
+FOLDER = "trtseek-triton-"  # begins the names of the folders that servers are started over
 _PR_SET_CHILD_SUBREAPER = 36
 _POLL_S, _KILL_S = 0.1, 10.0
 
@@ -44,7 +47,7 @@ def main() -> None:
     # Orphaned stubs become children of this process, which can then wait for their end.
     ctypes.CDLL(None, use_errno=True).prctl(_PR_SET_CHILD_SUBREAPER, 1, 0, 0, 0)
     try:
-        owner = claim_memory(job["shared_memory_prefix"])
+        owner = claim(job["shared_memory_prefix"], job["folder"])
         with open(job["log"], "ab") as log:
             child = subprocess.Popen(
                 job["command"],
@@ -64,29 +67,36 @@ def main() -> None:
         _wait_for_end(child, commands, job["grace"])
     finally:
         _kill_group(child.pid)
-        remove_shared_memory(job["shared_memory_prefix"])
         shutil.rmtree(job["folder"], ignore_errors=True)
+        remove_shared_memory(job["shared_memory_prefix"])
     with contextlib.suppress(BrokenPipeError):
         print(child.returncode, flush=True)
 
 
-def claim_memory(prefix: str) -> int:
-    """Says that shared memory of this prefix is in use, until every process that has the returned file open is gone."""
+def claim(prefix: str, folder: str) -> int:
+    """Says that shared memory of this prefix, and the folder, are in use, until every process that has the returned
+    file open is gone."""
     path = SHARED_MEMORY / f"{prefix}{OWNER}"
     while True:
         descriptor = os.open(path, os.O_RDWR | os.O_CREAT | os.O_CLOEXEC, 0o600)
         fcntl.flock(descriptor, fcntl.LOCK_EX)
         with contextlib.suppress(FileNotFoundError):
             if os.path.samestat(os.fstat(descriptor), os.stat(path)):
+                os.write(descriptor, os.fsencode(folder))
                 return descriptor
         os.close(descriptor)  # a remover took it for a dead one's before it was locked
 
 
 def remove_unclaimed(prefix: str) -> None:
-    """Removes what a server left whose processes are all gone; nothing of one that has any."""
+    """Removes what a server of this user's left whose processes are all gone; nothing of one that has any."""
     path = SHARED_MEMORY / f"{prefix}{OWNER}"
     with contextlib.suppress(FileNotFoundError, PermissionError, BlockingIOError), open(path, "rb") as owner:
         fcntl.flock(owner, fcntl.LOCK_EX | fcntl.LOCK_NB)
+        if os.fstat(owner.fileno()).st_uid != os.getuid():
+            return  # anybody may write there, and name a folder that is not theirs
+        folder = Path(os.fsdecode(owner.read()))
+        if folder.is_absolute() and folder.name.startswith(FOLDER):
+            shutil.rmtree(folder, ignore_errors=True)
         remove_shared_memory(prefix)
 
 

@@ -80,7 +80,11 @@ def text_parameters(config: Config, tokenizer: str, *, max_streams: int) -> dict
     """Those of the models that take or give text. `max_streams`: requests that one process of tensorrt_llm_bls serves
     at a time."""
     package = config.stages.package
-    before = {"tokenizer_dir": tokenizer, "add_special_tokens": package.add_special_tokens}
+    before = {
+        "tokenizer_dir": tokenizer,
+        "add_special_tokens": package.add_special_tokens,
+        "max_prompt_bytes": config.stages.build.max_seq_len * BYTES_PER_TOKEN,
+    }
     after = {"tokenizer_dir": tokenizer, "skip_special_tokens": package.skip_special_tokens}
     return {
         "preprocessing": before,
@@ -90,7 +94,6 @@ def text_parameters(config: Config, tokenizer: str, *, max_streams: int) -> dict
             **after,
             "tensorrt_llm_model_name": "tensorrt_llm",
             "accumulate_tokens": False,  # true repeats the whole text so far in every response
-            "max_prompt_bytes": config.stages.build.max_seq_len * BYTES_PER_TOKEN,
             "max_streams": max_streams,
         },
     }

@@ -44,8 +44,8 @@ def processor_time(pids: Iterable[int]) -> float:
     return sum(state[2] for state in states) / os.sysconf("SC_CLK_TCK")
 
 
-def remove_stale_memory() -> None:
-    """Removes the shared memory of servers that were killed with their keepers, and nobody else's."""
+def remove_remains() -> None:
+    """Removes the shared memory and the folders of servers that were killed with their keepers, and nobody else's."""
     for path in SHARED_MEMORY.glob(f"{PREFIX}_*_{OWNER}"):
         if match := _OWNER_NAME.fullmatch(path.name):
             remove_unclaimed(match[1])

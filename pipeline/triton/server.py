@@ -22,8 +22,9 @@ from pipeline.triton.control import Control
 from pipeline.triton.emission import ARTIFACTS
 from pipeline.triton.errors import ServerError
 from pipeline.triton.installation import Installation, mirror
+from pipeline.triton.keeper import FOLDER
 from pipeline.triton.kept import Kept
-from pipeline.triton.processes import PREFIX, find_stubs, processor_time, remove_stale_memory
+from pipeline.triton.processes import PREFIX, find_stubs, processor_time, remove_remains
 
 STUB_S = 300
 # Triton's exit time-out counts requests in flight and the end of its models' processes together.
@@ -69,7 +70,7 @@ class TritonServer:
         not within `deadline` seconds: a model's process that cannot start makes Triton wait for ever."""
         self.addresses.check()
         self._open_log()
-        remove_stale_memory()
+        remove_remains()
         end = time.monotonic() + deadline
         live = self._try_start(end, patient=False)
         if not live and time.monotonic() < end:
@@ -81,7 +82,7 @@ class TritonServer:
 
     def _try_start(self, end: float, *, patient: bool) -> bool:
         """Whether it was live before `end`, or where not `patient`, before it stood still; it is stopped if not."""
-        self._folder = Path(tempfile.mkdtemp(prefix="trtseek-triton-"))
+        self._folder = Path(tempfile.mkdtemp(prefix=FOLDER))
         try:
             self.installation.link_backends(self._backends, *self.backends)
             mirror(self.repository, self._models)
@@ -188,9 +189,9 @@ class TritonServer:
             "--disable-auto-complete-config",  # it starts every stub twice
             "--exit-on-error=false",
             f"--exit-timeout-secs={round(self.grace + UNLOAD_S)}",
-            f"--http-address={addresses.http_host}",
+            f"--http-address={addresses.host}",
             f"--grpc-address={addresses.host}",
-            f"--metrics-address={addresses.host}",
+            f"--metrics-address={addresses.metrics_host}",
             f"--http-port={addresses.http}",
             f"--grpc-port={addresses.grpc}",
             f"--metrics-port={addresses.metrics}",

@@ -14,6 +14,7 @@ import time
 from collections import deque
 from collections.abc import Callable
 from dataclasses import dataclass
+from typing import Any
 
 from pipeline.errors import TrtseekError
 from pipeline.progress import format_seconds
@@ -21,6 +22,8 @@ from pipeline.triton.addresses import LOOPBACK, Addresses
 from pipeline.triton.canary import ANSWER_S, LOAD_S, send_canary
 from pipeline.triton.errors import ServerError
 from pipeline.triton.gate import Gate
+from pipeline.triton.grpc_gate import GrpcGate
+from pipeline.triton.http_gate import HttpGate
 from pipeline.triton.server import UNLOAD_S, TritonServer
 
 WATCH_S = 0.5
@@ -54,27 +57,26 @@ class Supervisor:
         patience: Patience,
         say: Callable[[str], None],
     ) -> None:
-        """`addresses`: what clients use. HTTP goes through the gate, Triton's own HTTP port is another one."""
+        """`addresses`: what clients use. HTTP and gRPC go through gates, Triton's own ports are others. `max_bytes`: of
+        one request."""
         self.patience, self._say = patience, say
         self._make_server = make_server
-        inner = Addresses(host=addresses.host, http_host=LOOPBACK, grpc=addresses.grpc, metrics=addresses.metrics)
+        inner = Addresses(host=LOOPBACK, metrics_host=addresses.metrics_host, metrics=addresses.metrics)
         self.server = make_server(inner)
         self.ready = False
         self._stopping = threading.Event()
         self._models: dict[int, str] = {}
         self._repairs: deque[float] = deque()
         self._canary = _Canary()
-        self.gate = Gate(
-            f"http://{LOOPBACK}:{self.server.addresses.http}",
-            host=addresses.http_host,
-            port=addresses.http,
-            max_bytes=max_bytes,
-            is_ready=lambda: self.ready,
-        )
+        options: Any = {"host": addresses.host, "max_bytes": max_bytes, "is_ready": lambda: self.ready}
+        at = self.server.addresses
+        self.http = HttpGate(f"http://{LOOPBACK}:{at.http}", port=addresses.http, **options)
+        self.grpc = GrpcGate(f"{LOOPBACK}:{at.grpc}", port=addresses.grpc, **options)
 
     def start(self) -> None:
         """Returns once a request was answered. Raises ServerError."""
-        self.gate.start()
+        for gate in self.gates:
+            gate.start()
         self._start_server()
 
     def run(self) -> None:
@@ -83,6 +85,10 @@ class Supervisor:
             if problem := self._find_problem():
                 self.ready = False
                 self._repair(problem)
+
+    @property
+    def gates(self) -> tuple[Gate, ...]:
+        return self.http, self.grpc
 
     @property
     def stopping(self) -> bool:
@@ -96,12 +102,14 @@ class Supervisor:
         """Refuses new requests, lets those in flight end where it was told to stop, and ends the server; interrupted,
         at once."""
         self.ready = False
-        self.gate.draining = True
+        for gate in self.gates:
+            gate.draining = True
         grace = 0.0
         try:
             self.server.drain()
             over = self.stopping and self._drain()
-            self.gate.close()
+            for gate in self.gates:
+                gate.close()
             # Nothing is in flight then, but Triton waits for clients whose connections stay open.
             grace = UNLOAD_S if over else 1.0
         finally:
@@ -199,7 +207,7 @@ class Supervisor:
             return True
         counts = {labels: float(value) for labels, value in _REQUESTS.findall(text)}
         waiting = sum(count for labels, count in counts.items() if '"active"' in labels or '"waiting"' in labels)
-        return self.gate.in_flight > 0 or waiting > 0
+        return waiting > 0 or any(gate.in_flight for gate in self.gates)
 
 
 class _Canary:

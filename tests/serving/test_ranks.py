@@ -48,7 +48,7 @@ def pair(halved: Served, tmp_path_factory: pytest.TempPathFactory) -> Iterator[S
 
     supervisor = Supervisor(
         make_server,
-        addresses=Addresses().resolve(),
+        addresses=Addresses(),
         max_bytes=1 << 20,
         patience=Patience(start=240, every=3600, grace=5),
         say=lambda _: None,
@@ -76,7 +76,7 @@ def find_followers(server: TritonServer) -> list[int]:
 
 
 def ask(pair: Supervisor, prompt: list[int]) -> list[int]:
-    with Client(f"127.0.0.1:{pair.server.addresses.grpc}") as client:
+    with Client(f"127.0.0.1:{pair.grpc.port}") as client:
         return client.ask(Query(input_ids=prompt, options={"max_tokens": NEW, "end_id": -1}), timeout=120).output_ids
 
 

@@ -1,5 +1,6 @@
 """`trtseek serve` and `trtseek query` as a user runs them: processes of their own, and what they leave behind."""
 
+import contextlib
 import json
 import os
 import queue
@@ -13,8 +14,12 @@ import urllib.error
 import urllib.request
 from pathlib import Path
 
+import numpy as np
 import pytest
+import tritonclient.grpc
+import tritonclient.http
 from tritonclient.grpc import InferenceServerClient
+from tritonclient.http import InferenceServerClient as HttpClient
 from tritonclient.utils import InferenceServerException
 
 from tests.serving.test_answers import make_inputs, text_of, tokens_of
@@ -205,6 +210,42 @@ def test_http_requests_are_bounded(serving):
     assert json.loads(text)["text_output"].startswith("hello")
 
 
+@pytest.mark.parametrize("model", ["tensorrt_llm", "tensorrt_llm_bls", "ensemble"])
+def test_grpc_requests_are_bounded_too(serving, model):
+    """What is within the limit is the model's to judge; what is over it comes no further than the door."""
+    for nbytes, expected in ((15 << 20, "prompt of 3932160|holds 15728640 bytes"), (17 << 20, r"vs\. 16777216\)")):
+        large = tokens_of([5] * (nbytes // 4), 1) if model == "tensorrt_llm" else text_of("x" * nbytes, 1)
+        replies = queue.SimpleQueue()
+        with InferenceServerClient(serving.grpc) as client:
+            client.start_stream(lambda result, error, replies=replies: replies.put(error))
+            client.async_stream_infer(model, make_inputs(large))
+            error = replies.get(timeout=60)
+        assert re.search(expected, error.message())
+        assert (error.status() == "StatusCode.RESOURCE_EXHAUSTED") is (nbytes > 16 << 20)
+    assert serving.query("hello", "--max-tokens=2").returncode == 0
+
+
+@pytest.mark.parametrize("nbytes", [15 << 20, 17 << 20])
+def test_one_limit_holds_over_both_protocols(serving, nbytes):
+    """Of a model that both ask in the same way."""
+    refusals = []
+    for module, address in ((tritonclient.grpc, serving.grpc), (tritonclient.http, serving.http)):
+        query = module.InferInput("QUERY", [1, 1], "BYTES")
+        query.set_data_from_numpy(np.array([[b"x" * nbytes]], np.object_))
+        length = module.InferInput("REQUEST_OUTPUT_LEN", [1, 1], "INT32")
+        length.set_data_from_numpy(np.array([[1]], np.int32))
+        with module.InferenceServerClient(address) as client, pytest.raises(InferenceServerException) as caught:
+            client.infer("preprocessing", [query, length])
+        refusals.append((caught.value.status().removeprefix("StatusCode."), caught.value.message()))
+    (grpc_status, grpc_text), (http_status, http_text) = refusals
+    if nbytes < 16 << 20:
+        assert grpc_text == http_text == f"QUERY: holds {nbytes} bytes, and at most 32768 are served"
+        assert (grpc_status, http_status) == ("INVALID_ARGUMENT", "400")
+    else:
+        assert (grpc_status, http_status) == ("RESOURCE_EXHAUSTED", "413")
+        assert "16777216" in grpc_text and "16777216" in http_text
+
+
 @pytest.mark.parametrize("model", ["tensorrt_llm", "tensorrt_llm_bls"])
 def test_a_model_whose_process_dies_is_loaded_again(serving, model):
     before = serving.query("hello", "--max-tokens=8").stdout
@@ -262,13 +303,35 @@ class Sender(threading.Thread):
                 self.others.append((answered, error.message()))
 
 
+class Watcher(threading.Thread):
+    """Asks until nobody answers whether server and models are ready, as a load balancer does."""
+
+    def __init__(self, make_client, address):
+        super().__init__(daemon=True)
+        self.make_client, self.address = make_client, address
+        self.seen, self.begun = [], threading.Event()
+        self.start()
+
+    def run(self):
+        client = self.make_client(self.address)
+        with contextlib.suppress(InferenceServerException, OSError):
+            while True:
+                models = [client.is_model_ready(model) for model in ("tensorrt_llm", "tensorrt_llm_bls", "ensemble")]
+                self.seen.append((time.monotonic(), [client.is_server_ready(), *models]))
+                self.begun.set()
+                time.sleep(0.05)
+        client.close()
+
+
 def test_sigterm_lets_requests_end_refuses_new_ones_and_leaves_nothing(serving, package, files):
     processes = serving.processes()
     assert any("keeper" in command for command in processes.values())
     text = text_of("hello", 240, stream=[[True]])
     asked = {"tensorrt_llm": tokens_of([5], 240, streaming=[[True]]), "tensorrt_llm_bls": text, "ensemble": text}
     senders = [Sender(serving.grpc, model, tensors) for model, tensors in asked.items()]
-    assert all(sender.begun.wait(120) for sender in senders)
+    watchers = [Watcher(InferenceServerClient, serving.grpc), Watcher(HttpClient, serving.http)]
+    assert all(each.begun.wait(120) for each in (*senders, *watchers))
+    told = time.monotonic()
     serving.process.send_signal(signal.SIGTERM)
     code, (_, errors) = serving.end()
     assert code == 0, errors
@@ -276,6 +339,11 @@ def test_sigterm_lets_requests_end_refuses_new_ones_and_leaves_nothing(serving, 
     assert wait_for(lambda: not alive(processes), 10), alive(processes)
     assert shared_memory(serving.process.pid) == []
     assert {path.relative_to(package): path.read_bytes() for path in package.rglob("*") if path.is_file()} == files
+    for watcher in watchers:
+        watcher.join(60)
+        assert all(all(ready) for when, ready in watcher.seen if when < told)
+        draining = [ready for when, ready in watcher.seen if when > told + 1]  # it looks twice a second
+        assert draining and not any(map(any, draining)), watcher.address
     for sender in senders:
         sender.join(60)
         assert sender.refused, sender.model

@@ -53,7 +53,7 @@ class Request:
 
 
 class ErrorText(str):
-    UNAVAILABLE = "unavailable"
+    UNAVAILABLE, INVALID_ARG = "unavailable", "invalid"
 
     def __new__(cls, text, code=None):
         made = super().__new__(cls, text)
@@ -185,20 +185,25 @@ def test_the_bias_counts_for_every_token_of_its_word(load, bare):
     assert {i: v for i, v in enumerate(bias[0].tolist()) if v} == {a: 1.5, b: 1.0}
 
 
+LIMITED = ("QUERY", "BAD_WORDS_DICT", "STOP_WORDS_DICT", "EMBEDDING_BIAS_WORDS")
+
+
 @pytest.mark.parametrize(
     ("arrays", "message"),
     [
         ({"QUERY": strings([b"\xff"])}, "text is not UTF-8"),
         ({"IMAGE_URL": strings([b"http://x"])}, "IMAGE_URL: this model takes text only"),
         ({"EMBEDDING_BIAS_WORDS": strings([b"a"])}, "must come together"),
+        *(({name: strings([b"a" * 101])}, f"{name}: holds 101 bytes, and at most 100 are served") for name in LIMITED),
     ],
 )
 def test_a_bad_request_is_answered_alone(load, arrays, message):
     length = np.array([[5]], np.int32)
     good = Request(QUERY=strings([b"a"]), REQUEST_OUTPUT_LEN=length)
     bad = Request(**{"QUERY": strings([b"a"]), "REQUEST_OUTPUT_LEN": length, **arrays})
-    first, second, third = load("preprocessing").execute([good, bad, good])
+    first, second, third = load("preprocessing", max_prompt_bytes="100").execute([good, bad, good])
     assert message in second.error
+    assert second.error.code == "invalid"
     assert first.error is None
     assert third.error is None
 

@@ -24,8 +24,8 @@ from pipeline.triton import server as servers
 from pipeline.triton.addresses import Addresses
 from pipeline.triton.errors import ServerError
 from pipeline.triton.installation import find_installation
-from pipeline.triton.keeper import OWNER, claim_memory
-from pipeline.triton.processes import PREFIX, is_alive, remove_stale_memory
+from pipeline.triton.keeper import FOLDER, OWNER, claim
+from pipeline.triton.processes import PREFIX, is_alive, remove_remains
 from pipeline.triton.server import TritonServer
 
 ROOT = Path(installations.__file__).parents[2]
@@ -373,38 +373,77 @@ def test_a_server_removes_what_the_dead_left_and_nothing_else(tmp_path):
     """Not what a live server of another container has, whose process ids mean nothing here, nor what only looks so."""
     dead = subprocess.Popen(["true"])
     dead.wait()
-    prefixes = [f"trtseek_{dead.pid}_{token}_" for token in ("0123abcd", "4567abcd", "89ababcd")]
-    stale, live, unknown = ([Path(f"/dev/shm/{prefix}{name}") for name in (OWNER, "x")] for prefix in prefixes)
+    prefixes = [f"trtseek_{dead.pid}_{token}_" for token in ("0123abcd", "4567abcd", "cdefabcd", "89ababcd")]
+    stale, live, odd, unknown = ([Path(f"/dev/shm/{prefix}{name}") for name in (OWNER, "x")] for prefix in prefixes)
     folder = Path(f"/dev/shm/{prefixes[0]}folder")
     others = [Path("/dev/shm/trtseek-0123abcd"), Path(f"/dev/shm/trtseek_{dead.pid}_{OWNER}"), unknown[1]]
-    claim = claim_memory(prefixes[1])
+    folders = [tmp_path / f"{FOLDER}dead", tmp_path / f"{FOLDER}live", tmp_path / "precious"]
+    for path in folders:
+        path.mkdir()
+        (path / "file").touch()
+    claims = [claim(prefix, str(path)) for prefix, path in zip(prefixes, folders, strict=False)]
     try:
-        for path in (*stale, live[1], *others):
+        for path in (stale[1], live[1], odd[1], *others):
             path.touch()
         folder.mkdir()
-        remove_stale_memory()
-        assert not any(path.exists() for path in stale)
+        os.close(claims.pop(0))
+        os.close(claims.pop())
+        remove_remains()
+        assert not any(path.exists() for path in (*stale, *odd))
         assert all(path.exists() for path in (*live, *others, folder))
-        os.close(claim)
-        remove_stale_memory()
+        assert sorted(tmp_path.iterdir()) == sorted(folders[1:])
+        os.close(claims.pop())
+        remove_remains()
         assert not any(path.exists() for path in live)
+        assert [path.name for path in tmp_path.rglob("*")] == ["precious", "file"]
     finally:
         folder.rmdir()
-        for path in (*stale, *live, *others):
+        for path in (*stale, *live, *odd, *others):
             path.unlink(missing_ok=True)
 
 
-def test_memory_is_a_servers_as_long_as_its_process_lives(tmp_path):
+def test_a_folder_that_another_user_names_is_left_alone(tmp_path, monkeypatch):
+    """Whoever can write to /dev/shm could have anything of somebody else's removed."""
+    prefix = f"{PREFIX}_{os.getpid()}_0123abcd_"
+    (folder := tmp_path / f"{FOLDER}mine").mkdir()
+    os.close(claim(prefix, str(folder)))
+    try:
+        with monkeypatch.context() as patch:
+            patch.setattr(os, "getuid", lambda: 12345)
+            remove_remains()
+        assert folder.exists()
+        remove_remains()
+        assert not folder.exists()
+    finally:
+        Path(f"/dev/shm/{prefix}{OWNER}").unlink(missing_ok=True)
+
+
+def test_what_is_a_servers_stays_as_long_as_its_process_lives(tmp_path):
     """Though its keeper was killed, and so could not end it."""
     with make(tmp_path) as server:
         server.start(deadline=120)
-        remove_stale_memory()
+        remove_remains()
         assert len(memory(server)) > 1
+        folder = server._folder
         server._kept.keeper.kill()
         server._kept.keeper.wait()
-        remove_stale_memory()
+        remove_remains()
         assert len(memory(server)) > 1
+        assert folder.exists()
         os.killpg(server.pid, signal.SIGKILL)
         while memory(server):  # until the last thread of the last process is gone; for ever would be the failure
-            remove_stale_memory()
+            remove_remains()
             time.sleep(0.02)
+        assert not folder.exists()
+
+
+@pytest.mark.parametrize("how", ["ended", "killed"])
+def test_what_tritons_python_backend_makes_is_in_the_servers_own_folder(tmp_path, how):
+    """A folder in /tmp for each server, which stayed there when the server was killed."""
+    with make(tmp_path) as server:
+        server.start(deadline=120)
+        folder = server._folder
+        assert len(list(folder.glob("python_env_*"))) == 1
+        if how == "killed":
+            os.kill(server.pid, signal.SIGKILL)
+    assert not folder.exists()

@@ -66,7 +66,8 @@ def close(busy, *, grace, stopping=True):
         patience=Patience(grace=grace),
         say=said.append,
     )
-    supervisor.gate.start()
+    for gate in supervisor.gates:
+        gate.start()
     if stopping:
         supervisor.stop()
     began = time.monotonic()

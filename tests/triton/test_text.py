@@ -227,6 +227,10 @@ def test_a_text_request_becomes_a_token_request(modules, tokenizer):
         ({"max_tokens": [[5]], "text_input": [[b"a"]], "messages": [[b"[]"]]}, "give either"),
         ({"text_input": [[b"a"]]}, "max_tokens: is missing"),
         ({"text_input": [[b"a" * 101]], "max_tokens": [[5]]}, "text_input: holds 101 bytes, and at most 100"),
+        *(
+            ({"text_input": [[b"a"]], "max_tokens": [[5]], name: [[b"a" * 60, b"b" * 41]]}, f"{name}: holds 101 bytes")
+            for name in ("stop_words", "bad_words", "embedding_bias_words")
+        ),
         ({"text_input": [[b"\xff"]], "max_tokens": [[5]]}, "not UTF-8"),
         ({"text_input": [[b"a"]], "max_tokens": [[5]], "stop_words": [[b"\xff"]]}, "stop_words: is not UTF-8"),
         ({"text_input": [[b"a"]], "max_tokens": [[5]], "image_url_input": [[b"x"]]}, "image_url_input: not served"),

@@ -25,5 +25,6 @@ class TritonPythonModel:
         try:
             texts = decode_batch(self.tokenizer, inputs["TOKENS_BATCH"], inputs["SEQUENCE_LENGTH"])
         except RequestError as error:
-            return pb_utils.InferenceResponse(error=pb_utils.TritonError(str(error)))
+            wrong = pb_utils.TritonError(str(error), pb_utils.TritonError.INVALID_ARG)
+            return pb_utils.InferenceResponse(error=wrong)
         return pb_utils.InferenceResponse([pb_utils.Tensor("OUTPUT", texts)])

@@ -11,6 +11,7 @@ from trtseek_text import (
     DRAINING,
     RequestError,
     Tokenizer,
+    check_sizes,
     encode_bias,
     encode_prompts,
     encode_words,
@@ -23,6 +24,7 @@ from trtseek_text import (
 
 # Declared for the sake of TensorRT-LLM's clients, and not served: the models are text to text.
 UNSERVED = ("DECODER_QUERY", "IMAGE_BYTES", "IMAGE_URL", "IMAGES", "VIDEO_BYTES")
+TEXTS = ("QUERY", "BAD_WORDS_DICT", "STOP_WORDS_DICT", "EMBEDDING_BIAS_WORDS")
 
 
 class TritonPythonModel:
@@ -33,6 +35,7 @@ class TritonPythonModel:
             resolve_path(args, parameters["tokenizer_dir"]),
             add_special_tokens=read_flag(parameters, "add_special_tokens"),
         )
+        self.max_bytes = int(parameters["max_prompt_bytes"])
 
     def execute(self, requests: list[Any]) -> list[Any]:
         return [self._answer(request) for request in requests]
@@ -42,9 +45,11 @@ class TritonPythonModel:
             return pb_utils.InferenceResponse(error=pb_utils.TritonError(DRAINING, pb_utils.TritonError.UNAVAILABLE))
         inputs = {tensor.name(): tensor.as_numpy() for tensor in request.inputs()}
         try:
+            check_sizes(inputs, TEXTS, self.max_bytes)
             outputs = preprocess(self.tokenizer, inputs)
         except RequestError as error:
-            return pb_utils.InferenceResponse(error=pb_utils.TritonError(str(error)))
+            wrong = pb_utils.TritonError(str(error), pb_utils.TritonError.INVALID_ARG)
+            return pb_utils.InferenceResponse(error=wrong)
         return pb_utils.InferenceResponse([pb_utils.Tensor(name, array) for name, array in outputs.items()])
 
 

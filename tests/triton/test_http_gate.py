@@ -1,16 +1,18 @@
 """The HTTP door by itself, before a stand-in for Triton."""
 
+import gzip
 import http.client
 import http.server
 import json
 import socket
 import threading
 import time
+import zlib
 
 import pytest
 
 from pipeline.triton.errors import ServerError
-from pipeline.triton.gate import HEADER_LENGTH, Gate, find_problem
+from pipeline.triton.http_gate import HEADER_LENGTH, HttpGate, find_problem
 
 LIMIT = 10_000
 
@@ -27,7 +29,11 @@ class Upstream(http.server.BaseHTTPRequestHandler):
     def do_POST(self):
         body = self.rfile.read(int(self.headers["Content-Length"]))
         if self.path != "/v2/models/m/generate_stream":
-            self.answer(body, {"X-Seen": self.headers.get("X-Sent", "")})
+            seen = {
+                "X-Seen": self.headers.get("X-Sent", ""),
+                "X-Encoding": self.headers.get("Content-Encoding", "none"),
+            }
+            self.answer(body, seen)
             return
         self.send_response(200)
         self.send_header("Transfer-Encoding", "chunked")
@@ -59,7 +65,7 @@ def gate():
     thread = threading.Thread(target=server.serve_forever)
     thread.start()
     state = {"ready": True}
-    gate = Gate(
+    gate = HttpGate(
         f"http://127.0.0.1:{server.server_port}",
         host="127.0.0.1",
         port=0,
@@ -90,11 +96,27 @@ def test_requests_and_answers_pass_unchanged(gate):
     assert (status, body, headers["X-Seen"]) == (200, b"\x00abc", "yes")
 
 
+MODELS = ["/v2/models/m/ready", "/v2/models/m/versions/1/ready"]
+
+
+@pytest.mark.parametrize(("encoding", "pack"), [("gzip", gzip.compress), ("Deflate", zlib.compress)])
+def test_a_compressed_request_is_judged_and_passed_on_as_what_is_in_it(gate, encoding, pack):
+    headers = {"content-Encoding": encoding, "X-Sent": "yes"}
+    status, body, seen = send(gate, "POST", "/v2/models/m/infer", pack(infer([5])), headers)
+    assert (status, body, seen["X-Seen"], seen["X-Encoding"]) == (200, infer([5]), "yes", "none")
+    assert send(gate, "POST", "/v2/models/m/infer", pack(infer([2**63 - 1])), headers)[0] == 400
+    assert send(gate, "POST", "/v2/models/m/generate", pack(b"x" * (LIMIT + 1)), headers)[0] == 413
+    assert send(gate, "POST", "/v2/models/m/generate", b"not packed", headers)[0] == 400
+    assert send(gate, "GET", "/v2")[0] == 200
+
+
 def test_readiness_is_the_supervisors(gate):
+    """Triton says of models that they are ready, whatever becomes of their processes; of an unknown one it knows."""
     assert send(gate, "GET", "/v2/health/ready")[0] == 200
+    assert [send(gate, "GET", path)[1].decode() for path in MODELS] == [f"got {path}" for path in MODELS]
     gate.state["ready"] = False
-    assert send(gate, "GET", "/v2/health/ready")[0] == 503
-    assert send(gate, "GET", "/v2/health/live")[0] == 200
+    assert {send(gate, "GET", path)[0] for path in ("/v2/health/ready", *MODELS)} == {503}
+    assert {send(gate, "GET", path)[0] for path in ("/v2/health/live", "/v2/models/m", "/v2/models/ready")} == {200}
 
 
 def test_large_requests_are_refused(gate):
@@ -113,7 +135,7 @@ def test_what_runs_code_is_closed(gate, path):
 
 def test_draining_refuses_new_requests_and_says_so(gate):
     gate.draining = True
-    assert send(gate, "GET", "/v2/health/ready")[0] == 503
+    assert {send(gate, "GET", path)[0] for path in ("/v2/health/ready", *MODELS)} == {503}
     assert send(gate, "POST", "/v2/models/m/generate", b"{}")[0] == 503
 
 
@@ -136,7 +158,7 @@ def test_a_stream_comes_as_it_is_made_and_ends_with_its_client(gate):
 
 
 def test_an_absent_server_is_a_bad_gateway():
-    gate = Gate("http://127.0.0.1:9", host="127.0.0.1", port=0, max_bytes=LIMIT, is_ready=lambda: True)
+    gate = HttpGate("http://127.0.0.1:9", host="127.0.0.1", port=0, max_bytes=LIMIT, is_ready=lambda: True)
     gate.start()
     try:
         assert send(gate, "GET", "/v2")[0] == 502
@@ -145,13 +167,13 @@ def test_an_absent_server_is_a_bad_gateway():
 
 
 def test_a_taken_port_is_named(gate):
-    other = Gate(gate.upstream, host="127.0.0.1", port=gate.port, max_bytes=LIMIT, is_ready=lambda: True)
+    other = HttpGate(gate.upstream, host="127.0.0.1", port=gate.port, max_bytes=LIMIT, is_ready=lambda: True)
     with pytest.raises(ServerError, match=f"127.0.0.1:{gate.port} cannot be listened on: Address already in use\n"):
         other.start()
 
 
 def test_a_host_that_is_none_is_named():
-    other = Gate("http://127.0.0.1:9", host="none.invalid", port=0, max_bytes=LIMIT, is_ready=lambda: True)
+    other = HttpGate("http://127.0.0.1:9", host="none.invalid", port=0, max_bytes=LIMIT, is_ready=lambda: True)
     with pytest.raises(ServerError, match=r"none\.invalid:0 cannot be listened on: \w"):
         other.start()
 
