@@ -6,6 +6,7 @@ from __future__ import annotations
 import threading
 import time
 from collections import defaultdict
+from collections.abc import Callable
 from dataclasses import replace
 from typing import Any
 
@@ -22,7 +23,7 @@ from pipeline.runtime.errors import (
     ShutdownError,
 )
 from pipeline.runtime.executor import Executor, ExecutorSettings
-from pipeline.runtime.handle import Update
+from pipeline.runtime.handle import Handle, Update
 from pipeline.runtime.limits import Limits
 from pipeline.runtime.policy import Policy
 from pipeline.runtime.request import FinishReason, Priority, Request
@@ -282,6 +283,98 @@ def test_a_cancelled_request_keeps_what_it_has_and_frees_its_blocks(steps: int, 
     assert [output.tokens for output in result.outputs] == [answer_slowly(request)[0][:steps]] * n
     assert executor.batcher.pool.used == 0 and executor.cancel("mine") == 0
     assert executor.statistics.read()["cancelled_total"] == 1
+
+
+def count_steps_until_free(executor: Executor, handle: Handle) -> int:
+    """From now on, until the blocks that are in use are those of others."""
+    for count in range(50):
+        others = {block for sequence in executor.batcher.scheduler.running for block in sequence.table}
+        assert all(sequence.handle is not handle or not handle.done for sequence in executor.batcher.scheduler.running)
+        if handle.done and executor.batcher.pool.used == len(others):
+            return count
+        executor.step()
+    raise AssertionError("its blocks are never free")
+
+
+# Where a request is when it is cancelled -> the executor, the request, and how it is known that it has come so far.
+PLACES: dict[str, tuple[dict[str, Any], dict[str, Any], Callable[[Handle], bool]]] = {
+    "waiting": ({"limits": {"max_batch_size": 1}}, {}, lambda handle: True),
+    "in the middle of its prompt": (
+        {"limits": {"max_num_tokens": 8}},
+        {"input_ids": tuple(range(1, 31))},
+        lambda handle: handle.partial.timing.first_scheduled is not None,
+    ),
+    "generating": ({}, {}, lambda handle: len(handle.partial.outputs[0].tokens) == 3),
+    "generating twice": ({}, {"num_return_sequences": 2}, lambda handle: len(handle.partial.outputs[1].tokens) == 3),
+    "paused": (
+        {"limits": {"num_blocks": 9, "max_seq_len": 32}, "policy": Policy.MAX_UTILIZATION},
+        {"priority": Priority.P2},
+        lambda handle: handle.partial.times_paused > 0,
+    ),
+}
+
+
+@pytest.mark.parametrize("place", PLACES)
+@pytest.mark.parametrize("during_a_step", [False, True])
+def test_from_a_cancel_until_the_blocks_are_free_it_takes_one_step(place: str, during_a_step: bool) -> None:
+    """And none is computed for it any more, but one that is being computed already."""
+    settings, values, has_come = PLACES[place]
+    executor = make(reuse_blocks=False, **settings)
+    runner = runner_of(executor)
+    company = executor.submit(ask(7, 8, max_tokens=28))
+    handle = executor.submit(ask(**{"max_tokens": 24, **values}))
+    executor.step()
+    while not has_come(handle):
+        executor.step()
+    compute = runner.step
+
+    def compute_and_cancel(inputs: dict[str, Any]) -> Any:
+        handle.cancel()
+        runner.step = compute  # type: ignore[method-assign]
+        return compute(inputs)
+
+    if during_a_step:
+        runner.step = compute_and_cancel  # type: ignore[method-assign]
+        executor.step()
+    else:
+        handle.cancel()
+    tokens = [list(output.tokens) for output in handle.partial.outputs]
+    steps = runner.steps
+    assert not company.done and not handle.done
+    assert count_steps_until_free(executor, handle) == 1
+    assert [output.tokens for output in handle.result(0).outputs] == tokens
+    assert (runner.steps, runner.log[-1][1]) == (steps + 1, 1)  # of that step, only the company was part
+    drain(executor)
+    assert company.result(0).outputs[0].tokens == answer_slowly(company.request)[0]
+
+
+def test_a_cancel_while_a_step_is_computed_waits_for_no_other() -> None:
+    """In the executor's own thread."""
+    executor = make(reuse_blocks=False)
+    runner, computing, go = runner_of(executor), threading.Event(), threading.Event()
+    compute, ended_at = runner.step, list[int]()
+
+    def wait_and_compute(inputs: dict[str, Any]) -> Any:
+        logits = compute(inputs)
+        if runner.steps == 3:
+            computing.set()
+            assert go.wait(10)
+        return logits
+
+    def note(update: Update) -> None:
+        if update.is_final:
+            ended_at.append(runner.steps)
+
+    runner.step = wait_and_compute  # type: ignore[method-assign]
+    company, handle = executor.submit(ask(7, max_tokens=60)), executor.submit(ask(max_tokens=60), note)
+    executor.start()
+    assert computing.wait(10)
+    handle.cancel()
+    go.set()
+    assert len(handle.result(10).outputs[0].tokens) == 3
+    executor.shutdown(drain=True)
+    assert ended_at == [3]
+    assert company.result(0).outputs[0].tokens == answer_slowly(company.request)[0]
 
 
 def test_a_request_can_cancel_itself_from_its_callback() -> None:
