@@ -24,10 +24,10 @@ from functools import partial
 from pathlib import Path
 
 from benchmarks import synthetic
+from benchmarks.bars import hold_flat
 from benchmarks.stripped import FOLDER, PLUGINS, build_stripped
 from pipeline.progress import format_amount
 
-FLAT = 0.10  # of peak memory, between sizes
 PACK_BAR = 0.6  # GB/s of 16-bit source on one core
 WORKER = """
 import sys, time
@@ -104,7 +104,7 @@ def measure_memory(sizes: Sequence[str]) -> bool:
                   f"peak {format_amount(run.peak, 'B')}", flush=True)  # fmt: skip
         for folder in (source, converted, rounded):
             shutil.rmtree(folder)
-    return _check_flat(peaks)
+    return hold_flat(peaks)
 
 
 def measure_fp8(sizes: Sequence[str]) -> bool:
@@ -125,13 +125,7 @@ def measure_fp8(sizes: Sequence[str]) -> bool:
                   "processor", flush=True)  # fmt: skip
         for folder in (source, converted, rounded):
             shutil.rmtree(folder)
-    return _check_flat(peaks)
-
-
-def _check_flat(peaks: dict[str, list[int]]) -> bool:
-    for work, measured in peaks.items():
-        print(f"{work}: peak memory within {max(measured) / min(measured) - 1:.1%} over all sizes (bar {FLAT:.0%})")
-    return all(max(measured) / min(measured) - 1 <= FLAT for measured in peaks.values())
+    return hold_flat(peaks)
 
 
 def compare_workers(sizes: Sequence[str]) -> bool:

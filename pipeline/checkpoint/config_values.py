@@ -29,26 +29,26 @@ class ConfigValues:
     def integer(self, key: str, default: int | None = None, *, minimum: int = 1, maximum: int = MAX_SIZE) -> int:
         value = self._get(key, default)
         if type(value) is not int or not minimum <= value <= maximum:
-            raise self.fail(key, f"must be an integer from {minimum} to {maximum}, not {_spell(value)}")
+            raise self.fail(key, f"must be an integer from {minimum} to {maximum}, not {spell(value)}")
         return value
 
     def number(self, key: str, default: float | None = None, *, minimum: float = -math.inf) -> float:
         value = self._get(key, default)
         if type(value) not in (int, float) or not minimum <= value <= 1e30:  # so neither infinity nor NaN
             wanted = "a finite number" if minimum == -math.inf else f"a finite number of at least {minimum:g}"
-            raise self.fail(key, f"must be {wanted}, not {_spell(value)}")
+            raise self.fail(key, f"must be {wanted}, not {spell(value)}")
         return float(value)
 
     def flag(self, key: str, default: bool) -> bool:
         value = self._get(key, default)
         if not isinstance(value, bool):
-            raise self.fail(key, f"must be true or false, not {_spell(value)}")
+            raise self.fail(key, f"must be true or false, not {spell(value)}")
         return value
 
     def choice(self, key: str, default: str, allowed: tuple[str, ...]) -> str:
         value = self._get(key, default)
         if value not in allowed:
-            raise self.fail(key, f"is {_spell(value)}; this architecture reads {', '.join(allowed)}")
+            raise self.fail(key, f"is {spell(value)}; this architecture reads {', '.join(allowed)}")
         return str(value)
 
     def _get(self, key: str, default: Any) -> Any:
@@ -59,7 +59,7 @@ class ConfigValues:
         return value
 
 
-def _spell(value: Any) -> str:
+def spell(value: Any) -> str:
     """A value for a message, which may come from a hostile file."""
     text = repr(value) if not isinstance(value, int) or abs(value) < 10**30 else "an integer of more than 30 digits"
     return text if len(text) <= 60 else text[:57] + "..."

@@ -18,7 +18,7 @@ from typing import TYPE_CHECKING, Any
 from pipeline.checkpoint.block_scales import check_config, iterate_kept, iterate_tiles
 from pipeline.checkpoint.casting import FLOATS, Caster, Losses
 from pipeline.checkpoint.conversion_report import REPORT, ConversionReport, ShardLosses
-from pipeline.checkpoint.engine_config import OWN_KEY, write_converted
+from pipeline.checkpoint.engine_config import write_converted
 from pipeline.checkpoint.folder import CheckpointFolder
 from pipeline.checkpoint.foreign.config import write_held
 from pipeline.checkpoint.foreign.folder import ForeignFolder
@@ -210,7 +210,7 @@ def _check_settings(source: CheckpointFolder, dtype: str | None, overflow: str, 
         raise ConfigError(f"convert: overflow {overflow!r} is neither refuse nor clip")
     if foreign not in (EXACT, "dequantize"):
         raise ConfigError(f"convert: foreign {foreign!r} is neither exact nor dequantize")
-    if OWN_KEY in source.config:
+    if source.own is not None:
         raise CheckpointError(f"{source.path} is an engine checkpoint already", hint="model.path must name a HF folder")
     if find_method(source) is None:
         check_config(source.config, str(source.path / CONFIG))

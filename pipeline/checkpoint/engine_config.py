@@ -13,15 +13,12 @@ from pipeline.checkpoint.folder import CheckpointFolder
 from pipeline.checkpoint.json_text import remove_key, set_keys
 from pipeline.checkpoint.layouts.scales import BLOCK
 from pipeline.checkpoint.layouts.scales import CONFIG_KEY as FP8_KEY
+from pipeline.checkpoint.own_key import FORMAT, OWN_KEY, STATED_KEY, OwnKey
 from pipeline.checkpoint.shard_index import CONFIG
 from pipeline.errors import CheckpointError
 
-OWN_KEY = "trtseek"
 QUANTIZATION_KEY = "quantization_config"  # the hub's, of weights that are not plain floats
-FORMAT = 1  # of the engine checkpoint; readers refuse others
 TYPE_KEYS = ("torch_dtype", "dtype")  # the hub's, and transformers 5's
-# What the source said of its type, in our key: only where that was nothing, or not what the weights are.
-STATED_KEY = "stated_dtype"
 
 
 def write_converted(
@@ -54,7 +51,7 @@ def write_exported(engine: CheckpointFolder, folder: Path, quantization: Mapping
     """The source's own config.json again, where its weights' type is too; else that with their type. `quantization`:
     the quantization_config that goes with the exported weights, the source's own where it is the same."""
     text = remove_key(_read_text(engine), OWN_KEY)
-    stated = engine.config[OWN_KEY].get(STATED_KEY)
+    stated = engine.own.stated if engine.own is not None else None
     if stated is not None:
         for key in TYPE_KEYS:
             text = set_keys(text, {key: stated[key]}) if key in stated else remove_key(text, key)
@@ -65,13 +62,12 @@ def write_exported(engine: CheckpointFolder, folder: Path, quantization: Mapping
     return _write_text(folder, text)
 
 
-def read_own_key(folder: CheckpointFolder, *, hint: str) -> dict[str, Any]:
-    """Our key of an unquantized engine checkpoint. Raises CheckpointError, with `hint`, for any other folder."""
-    own = folder.config.get(OWN_KEY)
-    if not isinstance(own, dict) or own.get("quantization") is not None:
-        state = "is quantized already" if isinstance(own, dict) else "is not an engine checkpoint"
+def require_unquantized(folder: CheckpointFolder, *, hint: str) -> OwnKey:
+    """What an unquantized engine checkpoint says of itself. Raises CheckpointError, with `hint`, for other folders."""
+    if folder.own is None or folder.own.quantization is not None:
+        state = "is not an engine checkpoint" if folder.own is None else "is quantized already"
         raise CheckpointError(f"{folder.path} {state}", hint=hint)
-    return own
+    return folder.own
 
 
 def _read_text(folder: CheckpointFolder) -> str:

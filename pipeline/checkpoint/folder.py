@@ -15,6 +15,7 @@ from pathlib import Path
 from typing import Any
 
 from pipeline.checkpoint.architecture import Architecture, parse_architecture
+from pipeline.checkpoint.own_key import OwnKey, parse_own_key
 from pipeline.checkpoint.safetensors_file import SafetensorsFile
 from pipeline.checkpoint.shard_index import CONFIG, FORM, INDEX, SINGLE, check_index, find_shards
 from pipeline.checkpoint.strict_json import read_json
@@ -37,12 +38,15 @@ TOKENIZER_FILES = (
 
 
 class CheckpointFolder:
-    """A TensorSource over all shards of a folder. `tensors` goes shard by shard, each in its header's order."""
+    """A TensorSource over all shards of a folder. `tensors` goes shard by shard, each in its header's order.
+
+    `own`: what an engine checkpoint says of itself; None of a Hugging Face folder."""
 
     def __init__(self, path: Path, config: dict[str, Any], files: list[SafetensorsFile]) -> None:
         self.path = path
         self.config = config
         self.architecture: Architecture = parse_architecture(config, str(path / CONFIG))
+        self.own: OwnKey | None = parse_own_key(config, str(path / CONFIG))
         self._shards = files
         tensors: dict[str, TensorInfo] = {}
         for file in files:

@@ -33,7 +33,7 @@ from pipeline.cli.package_inspection import describe_llmapi, describe_repository
 from pipeline.errors import StoreError
 
 if TYPE_CHECKING:
-    from collections.abc import Callable
+    from collections.abc import Callable, Mapping
     from pathlib import Path
 
     from pipeline.checkpoint.folder import CheckpointFolder
@@ -105,8 +105,7 @@ def _describe_checkpoint(path: Path) -> Document:
     folder = CheckpointFolder.open(path)
     architecture = folder.architecture
     tensors = summarize_tensors(folder.tensors.values())
-    ours = folder.config.get("trtseek")
-    ours = ours if isinstance(ours, dict) else None
+    ours = folder.own
     return {
         "kind": "engine checkpoint" if ours else "Hugging Face checkpoint",
         "path": str(path),
@@ -124,7 +123,7 @@ def _describe_checkpoint(path: Path) -> Document:
         "dtype": architecture.dtype,
         "bytes": sum(row["bytes"] for row in tensors),
         "rope": {"kind": architecture.rope.kind, "theta": architecture.rope.theta, **architecture.rope.scaling},
-        "quantization": _describe_quantization(ours.get("quantization")) if ours else _describe_stated(folder),
+        "quantization": _describe_quantization(ours.quantization) if ours else _describe_stated(folder),
         "tensors": tensors,
     }
 
@@ -142,10 +141,12 @@ def _describe_stated(folder: CheckpointFolder) -> Document | None:
     return {"quant_method": method, **plain}
 
 
-def _describe_quantization(quantization: Document | None) -> Document | None:
+def _describe_quantization(quantization: Mapping[str, Any] | None) -> Document | None:
     if not quantization:
         return None
-    kinds = Counter((linear["format"], linear["group_size"]) for linear in quantization.get("quantized", {}).values())
+    kinds = Counter(
+        (linear.get("format"), linear.get("group_size")) for linear in quantization.get("quantized", {}).values()
+    )
     return {
         **{key: value for key, value in quantization.items() if key != "quantized"},
         "linears": [

@@ -148,6 +148,8 @@ def load_description(path: Path) -> EngineDescription:
 
 
 def _from_json(values: dict[str, Any]) -> EngineDescription:
+    if not (isinstance(values["file"], str) and isinstance(values["sources"], dict)):
+        raise TypeError("file must be a name, sources an object")
     return EngineDescription(
         **{
             **values,

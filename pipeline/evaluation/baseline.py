@@ -10,7 +10,6 @@ from dataclasses import replace
 from typing import TYPE_CHECKING
 
 from pipeline.checkpoint.block_scales import read_weight
-from pipeline.checkpoint.engine_config import OWN_KEY
 from pipeline.checkpoint.layouts.scales import ACTIVATION_SCALES, BLOCK_SCALES, CACHE_SCALES, find_format
 from pipeline.checkpoint.tensors import DTYPES, MODEL_DTYPES, RawTensor, TensorInfo
 from pipeline.quantization.formats import FORMATS
@@ -92,7 +91,7 @@ def make_baseline(original: Subject, quantized: Subject) -> Subject | None:
     """The baseline of a checkpoint that the quantize stage wrote; None of any other, where rounding to nearest is what
     it is already, and where `original` has not the weights to round. Raises CheckpointError for a damaged report."""
     file = quantized.folder.path / REPORT
-    if OWN_KEY not in quantized.folder.config or not file.is_file():
+    if quantized.folder.own is None or not file.is_file():
         return None
     rows = QuantizationReport.read(file).linears
     weights = original.source.tensors

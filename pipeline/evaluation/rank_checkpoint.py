@@ -69,6 +69,8 @@ def check_keys(config: Mapping[str, Any], origin: str) -> None:
         unknown = sorted(values.keys() - known)
         if unknown:
             raise CheckpointError(f"{origin}: TensorRT-LLM knows no key {prefix}{unknown[0]}", hint=HINT)
+    if config.get("dtype") not in rank_contract.TYPES:
+        raise CheckpointError(f"{origin}: dtype {config.get('dtype')} is none of those checked here", hint=HINT)
     algo = config["quantization"].get("quant_algo")
     if algo not in (None, "MIXED_PRECISION", *rank_contract.ALGOS):
         raise CheckpointError(f"{origin}: quant_algo {algo} is none of those checked here", hint=HINT)

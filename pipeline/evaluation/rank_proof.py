@@ -12,7 +12,6 @@ import math
 from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
-from pipeline.checkpoint.engine_config import OWN_KEY
 from pipeline.checkpoint.layouts.rows import MTP_PREFIX
 from pipeline.checkpoint.layouts.scales import CHANNEL_SCALES, PRESCALE, WEIGHT_SCALES
 from pipeline.checkpoint.tensors import DTYPES, RawTensor
@@ -170,7 +169,7 @@ def _compare_logits(engine: CheckpointFolder, joined: JoinedRanks, tokens: int, 
     import torch
 
     a = engine.architecture
-    spec = NetworkSpec(dtype=engine.config[OWN_KEY]["dtype"], max_seq_len=max(tokens, BLOCK), block_size=BLOCK)
+    spec = NetworkSpec(dtype=a.dtype, max_seq_len=max(tokens, BLOCK), block_size=BLOCK)
     generator = torch.Generator().manual_seed(0)
     drawn = torch.randint(0, a.vocab_size, (tokens,), generator=generator).tolist()
     schedule = schedule_windows([TokenSequence(tokens=tuple(drawn))], batch=1, block_size=BLOCK)

@@ -7,7 +7,6 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-from pipeline.checkpoint.engine_config import OWN_KEY
 from pipeline.checkpoint.folder import CheckpointFolder
 from pipeline.errors import CompatibilityError, ConfigError
 from pipeline.evaluation.hub_view import HubView
@@ -67,20 +66,19 @@ def open_subject(path: Path, label: str | None = None) -> Subject:
 
 
 def describe_subject(folder: CheckpointFolder, label: str) -> Subject:
-    if OWN_KEY in folder.config:
+    if folder.own is not None:
         source: TensorSource = folder
         dtype = folder.architecture.dtype
     else:
         source = view = HubView(folder)
         dtype = view.dtype
-    algo = (folder.config.get(OWN_KEY, {}).get("quantization") or {}).get("kv_cache_quant_algo")
     return Subject(
         label=label,
         source=source,
         architecture=folder.architecture,
         dtype=dtype,
         folder=folder,
-        kv_cache=algo.lower() if algo else "model",
+        kv_cache=folder.own.kv_cache if folder.own is not None else "model",
     )
 
 

@@ -6,7 +6,6 @@ Any other kind of tokenizer is left out: such a file takes and gives token ids.
 
 from __future__ import annotations
 
-import json
 from collections.abc import Iterator, Mapping
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -47,6 +46,7 @@ def add_tokenizer(writer: GGUFWriter, engine: CheckpointFolder) -> list[str]:
     if model.get("type") != "BPE" or not {BYTES, WORDS}.intersection(kinds):
         writer.add_tokenizer_model("none")
         return [NO_VOCABULARY_NOTE]
+    tokenizer = load_tokenizer(path)  # says what is wrong with the file; what is looked up below is there
     settings = _read_settings(engine.path)
     tokens, types = _list_tokens(document, engine.architecture.vocab_size)
     pre = UNKNOWN if model["merges"] else "gpt-2"  # without merges a token is a byte, however text is cut
@@ -68,7 +68,7 @@ def add_tokenizer(writer: GGUFWriter, engine: CheckpointFolder) -> list[str]:
         if found is not None:
             add(found)
     bos = _find_id("bos", settings, ids, engine.config)
-    writer.add_add_bos_token(bos is not None and load_tokenizer(path).encode("a").ids[:1] == [bos])
+    writer.add_add_bos_token(bos is not None and tokenizer.encode("a").ids[:1] == [bos])
     if isinstance(template := settings.get("chat_template"), str):
         writer.add_chat_template(template)
     return [UNKNOWN_NOTE] if pre == UNKNOWN else []
@@ -120,8 +120,8 @@ def _read_settings(folder: Path) -> dict[str, Any]:
     for name in ("chat_template.jinja", "chat_template.json"):
         file = folder / name
         if file.is_file() and "chat_template" not in settings:
-            text = file.read_text(encoding="utf-8")
-            settings["chat_template"] = text if name.endswith("jinja") else json.loads(text).get("chat_template")
+            is_text = name.endswith("jinja")
+            settings["chat_template"] = file.read_text("utf-8") if is_text else read_json(file).get("chat_template")
     return settings
 
 

@@ -12,7 +12,6 @@ from dataclasses import dataclass, field
 from typing import TYPE_CHECKING
 
 from pipeline.checkpoint.casting import FLOATS
-from pipeline.checkpoint.engine_config import OWN_KEY
 from pipeline.checkpoint.hub_weights import read_dense
 from pipeline.checkpoint.layouts import layout_for
 from pipeline.checkpoint.layouts.scales import CACHE_SCALES, cache_scale
@@ -85,7 +84,7 @@ class Plan:
     @property
     def is_quantized(self) -> bool:
         """Whether the engine checkpoint is."""
-        return self.engine.config[OWN_KEY].get("quantization") is not None
+        return self.engine.own is not None and self.engine.own.quantization is not None
 
     @property
     def wide_linears(self) -> list[str]:
@@ -107,12 +106,12 @@ def plan_export(
     Raises CheckpointError for a folder that is no engine checkpoint, CompatibilityError for linears that `format`
     cannot hold, unless they are to be widened.
     """
-    own = engine.config.get(OWN_KEY)
-    if not isinstance(own, dict) or str(own.get("dtype")) not in MODEL_DTYPES:
+    own = engine.own
+    if own is None:
         raise CheckpointError(
             f"{engine.path} is not an engine checkpoint", hint="export what the convert or quantize stage wrote"
         )
-    plan = Plan(engine=engine, dtype=MODEL_DTYPES[own["dtype"]])
+    plan = Plan(engine=engine, dtype=MODEL_DTYPES[own.dtype])
     unread = set(engine.tensors)
     for mapping in layout_for(engine.architecture).mappings():
         if mapping.target not in engine.tensors:
@@ -126,7 +125,7 @@ def plan_export(
         entry = _plan_plain(plan, mapping) if linear is None else _plan_linear(plan, linear, encodings, others, format)
         plan.entries.append(entry)
         unread.difference_update(entry.sources)
-    if name_caches is not None and (own.get("quantization") or {}).get("kv_cache_quant_algo") == CACHE:
+    if name_caches is not None and own.kv_cache == "fp8":
         for layer in range(engine.architecture.num_layers):
             if (name := cache_scale(layer)) in unread:
                 plan.entries.append(_plan_cache(plan, name, name_caches(layer)))

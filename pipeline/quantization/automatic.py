@@ -11,7 +11,7 @@ from pipeline.errors import ConfigError
 from pipeline.progress import SILENT, Progress
 from pipeline.quantization.options import Candidate, Effort, Goal, list_candidates
 from pipeline.quantization.recipe import RECIPE, Recipe, solve
-from pipeline.quantization.selection import METHODS
+from pipeline.quantization.selection import GROUP_SIZES, METHODS
 from pipeline.quantization.sensitivity import REPORT, measure_sensitivity
 from pipeline.quantization.units import list_units
 from pipeline.workspace import NestedWorkspace
@@ -91,8 +91,11 @@ def load_sensitivity(file: Path) -> dict[str, Any]:
             whole += [unit["layer"], unit["weights"], unit["bytes"], unit["vector_bytes"]]
             texts = [unit["unit"], *unit["patterns"]]
             figures = [each[key] for each in unit["candidates"].values() for key in ("kl", "bytes")]
-            if unknown := [name for name in unit["candidates"] if Candidate.parse(name).method not in METHODS]:
-                raise ValueError(f"{unknown[0]} is no method of this version")
+            for candidate in map(Candidate.parse, unit["candidates"]):
+                if candidate.method not in METHODS:
+                    raise ValueError(f"{candidate.method} is no method of this version")
+                if candidate.group_size not in (None, *GROUP_SIZES):
+                    raise ValueError(f"{candidate.name} is no group size of this version")
             if not (
                 unit["weights"] > 0 and all(isinstance(text, str) for text in texts) and all(map(_is_number, figures))
             ):

@@ -14,7 +14,7 @@ import shutil
 from functools import cached_property
 from typing import TYPE_CHECKING, Any
 
-from pipeline.checkpoint.engine_config import read_own_key, write_quantized
+from pipeline.checkpoint.engine_config import require_unquantized, write_quantized
 from pipeline.checkpoint.layouts import layout_for
 from pipeline.checkpoint.layouts.scales import BLOCK_SCALES, FP8, cache_scale
 from pipeline.checkpoint.shards import Shard, write_index
@@ -86,7 +86,7 @@ class _Run:
                 hint=f"policies: {', '.join(UNROUTED)}",
             )
         hint = "quantize starts from what convert wrote of 16-bit weights; else set stages.quantize.method: none"
-        self.dtype = model_dtype(read_own_key(source, hint=hint)["dtype"])
+        self.dtype = model_dtype(require_unquantized(source, hint=hint).dtype)
         self.selection = choose_linears(layout_for(source.architecture).mappings(), source.tensors, settings.rules)
         self.calibration = Calibration(
             source,

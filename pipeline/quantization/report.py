@@ -4,14 +4,16 @@ from __future__ import annotations
 
 import json
 import re
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
+from pipeline.checkpoint.config_values import spell
 from pipeline.checkpoint.layouts.scales import PRESCALE, ZEROS
 from pipeline.errors import CheckpointError
 from pipeline.quantization.kv_cache import CACHE_FORMATS
+from pipeline.quantization.selection import FORMATS, GROUP_SIZES, METHODS
 
 if TYPE_CHECKING:
     from pipeline.checkpoint.tensors import TensorInfo
@@ -19,6 +21,12 @@ if TYPE_CHECKING:
     from pipeline.quantization.settings import QuantizeSettings
 
 REPORT = "quantization.json"
+# Of a linear's row, what is looked up in a table: the file may be of another version's, or edited.
+KNOWN: Mapping[str, Callable[[Mapping[str, Any]], tuple[object, ...]]] = {
+    "method": lambda row: tuple(METHODS),
+    "format": lambda row: tuple(FORMATS),
+    "group_size": lambda row: GROUP_SIZES if FORMATS[row["format"]].grouped else (None,),
+}
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -102,15 +110,27 @@ class QuantizationReport:
 
     @staticmethod
     def read(path: Path) -> QuantizationReport:
-        """What `write` wrote. Raises CheckpointError, naming the file, for anything else."""
+        """What `write` wrote. Raises CheckpointError, naming the file, for anything else, and for linears of a method,
+        format or group size that this version has not."""
         try:
             values = json.loads(path.read_text(encoding="utf-8"))
             kept = {key: value for key, value in values.items() if key not in ("ratio", "heat_map")}
-            return QuantizationReport(**kept)
-        except (ValueError, TypeError, AttributeError) as error:
+            report = QuantizationReport(**kept)
+            rows = {name: {key: row[key] for key in KNOWN} for name, row in report.linears.items()}
+        except (ValueError, TypeError, AttributeError, KeyError) as error:
             raise CheckpointError(
                 f"{path} is not what the quantize stage writes", hint="the file is damaged: run that stage again"
             ) from error
+        for name, row in rows.items():
+            for key in row:
+                known = KNOWN[key](row)
+                if row[key] not in known:
+                    raise CheckpointError(
+                        f"{path}: linears: {name}: {key} is {spell(row[key])}; this version knows "
+                        f"{', '.join(map(str, known))}",
+                        hint="use the version of trtseek that wrote it, or run the quantize stage again with this one",
+                    )
+        return report
 
 
 def _average(rows: Sequence[dict[str, Any]], key: str) -> float | None:

@@ -18,7 +18,7 @@ from typing import TYPE_CHECKING, Any
 
 import torch
 
-from pipeline.checkpoint.engine_config import read_own_key
+from pipeline.checkpoint.engine_config import require_unquantized
 from pipeline.progress import SILENT, Progress
 from pipeline.quantization import calibration
 from pipeline.quantization.options import Candidate, Effort
@@ -85,7 +85,7 @@ class _Run:
     ) -> None:
         self.source, self.workspace, self.settings, self.progress = source, workspace, settings, progress
         self.candidates, self.effort = candidates, effort
-        self.dtype = model_dtype(read_own_key(source, hint="sensitivity starts from what convert wrote")["dtype"])
+        self.dtype = model_dtype(require_unquantized(source, hint="sensitivity starts from what convert wrote").dtype)
         self.units: dict[int, list[Unit]] = {layer: [] for layer in range(source.architecture.num_layers)}
         for unit in list_units(source.architecture, source.tensors, settings.rules):
             self.units[unit.layer].append(unit)

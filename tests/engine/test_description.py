@@ -45,6 +45,14 @@ def test_unknown_key(llama_engine: Built, tmp_path: Path) -> None:
         load_description(tmp_path)
 
 
+@pytest.mark.parametrize("changes", [{"file": 7}, {"file": None}, {"sources": ["config.json"]}])
+def test_places_of_another_type(llama_engine: Built, tmp_path: Path, changes: dict[str, object]) -> None:
+    values = json.loads(llama_engine.description.to_json())
+    (tmp_path / "engine.json").write_text(json.dumps(values | changes))
+    with pytest.raises(BuildError, match="file must be a name, sources an object"):
+        load_description(tmp_path)
+
+
 def test_missing(tmp_path: Path) -> None:
     with pytest.raises(BuildError, match="No such file"):
         load_description(tmp_path)

@@ -3,7 +3,10 @@
 from __future__ import annotations
 
 import dataclasses
+import json
 import math
+import re
+import shutil
 from pathlib import Path
 
 import pytest
@@ -128,3 +131,30 @@ def test_a_report_of_another_s_is_not_read_and_a_damaged_one_is_named(original: 
     hub = dataclasses.replace(awq, folder=CheckpointFolder.open(original.folder.path.parent / "hf"))
     (hub.folder.path / "quantization.json").write_text('{"bits": 4}')
     assert make_baseline(original, hub) is None
+
+
+@pytest.mark.parametrize(
+    ("key", "value", "known"),
+    [
+        ("method", "nvfp4_awq", "awq, "),
+        ("method", 7, "awq, "),
+        ("method", ["awq"], "awq, "),
+        ("format", "nvfp4", "int4, "),
+        ("group_size", 16, "128, 64, 32"),
+        ("group_size", None, "128, 64, 32"),
+    ],
+)
+def test_what_another_version_wrote_is_named(
+    original: Subject, tmp_path: Path, key: str, value: object, known: str
+) -> None:
+    """Of a linear's row: the file, the linear, the key, its value and those that are known."""
+    folder = tmp_path / "newer"
+    shutil.copytree(quantize(original, "awq").folder.path, folder)
+    report = json.loads((folder / "quantization.json").read_text())
+    name = list(report["linears"])[-1]
+    report["linears"][name][key] = value
+    (folder / "quantization.json").write_text(json.dumps(report))
+    told = rf"newer/quantization\.json: linears: {re.escape(name)}: {key} is {re.escape(repr(value))}; .* knows {known}"
+    with pytest.raises(CheckpointError, match=told) as caught:
+        make_baseline(original, describe_subject(CheckpointFolder.open(folder), "newer"))
+    assert "the version of trtseek that wrote it" in caught.value.hint

@@ -125,6 +125,7 @@ def test_what_tensorrt_llm_refuses(written: tuple[CheckpointFolder, Path], tmp_p
         ("", "rope_theta", 1e4, "knows no key rope_theta"),
         ("mapping", "moe_tp_size", 1, "moe_tp_size x moe_ep_size is not tp_size"),
         ("quantization", "quant_algo", "INT4", "quant_algo INT4"),
+        ("", "dtype", "float8", "dtype float8"),
         ("", "architecture", "LLaMAForCausalLM", "architecture LLaMAForCausalLM"),
     ],
 )

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import re
 from pathlib import Path
 from typing import Any
 
@@ -10,6 +11,7 @@ import pytest
 from gguf import GGUFReader
 
 import checkpoints
+from pipeline.errors import CheckpointError
 from pipeline.exports.formats import export_checkpoint
 from pipeline.exports.gguf_tokenizer import NO_VOCABULARY_NOTE, UNKNOWN_NOTE
 from tests.exports import support
@@ -109,3 +111,26 @@ def test_shipped_tokenizers_have_no_name_in_llama_cpp() -> None:
     for file in Path(checkpoints.__file__).parent.glob("*/tokenizer.json"):
         kinds = list(_list_cuts(json.loads(file.read_text())["pre_tokenizer"]))
         assert not any(_begins(kinds, cuts) for cuts, _ in CUTS), file
+
+
+@pytest.mark.parametrize(
+    ("name", "text"),
+    [
+        ("tokenizer.json", None),
+        ("chat_template.json", "{"),
+        ("chat_template.json", "[]"),
+    ],
+)
+def test_a_damaged_file_is_named(name: str, text: str | None, tmp_path: Path) -> None:
+    """An added token without its id, and a template's file that holds no object."""
+    engine = support.convert("llama", tmp_path)
+    settings = json.loads((engine.path / "tokenizer_config.json").read_text())
+    settings.pop("chat_template", None)
+    (engine.path / "tokenizer_config.json").write_text(json.dumps(settings))
+    document = json.loads((engine.path / "tokenizer.json").read_text())
+    if text is None:
+        del document["added_tokens"][0]["id"]
+        text = json.dumps(document)
+    (engine.path / name).write_text(text)
+    with pytest.raises(CheckpointError, match=re.escape(name)):
+        export_checkpoint(engine, tmp_path / "out", "gguf")

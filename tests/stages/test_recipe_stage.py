@@ -119,14 +119,15 @@ def test_a_measurement_of_another_model_is_refused(folder: Path) -> None:
         (b'{"bytes": 5, "units": [{"layer": 0}]}', "it lacks 'weights'"),
         (b"UNIT kl: null", "layer 0, mlp.fc holds no figures"),
         (b"UNIT bogus: 1", "bogus is no method of this version"),
+        (b"UNIT rtn/16: 1", "rtn/16 is no group size of this version"),
     ],
 )
 def test_what_is_no_measurement_is_named(tmp_path: Path, content: bytes, problem: str) -> None:
     from pipeline.errors import ConfigError
 
     if content.startswith(b"UNIT"):
-        bogus = b"bogus" in content
-        candidates = {"bogus" if bogus else "int8": {"kl": 1 if bogus else None, "bytes": 5}}
+        name, value = content.decode().removeprefix("UNIT ").split(": ")
+        candidates = {"int8" if name == "kl" else name: {"kl": json.loads(value), "bytes": 5}}
         unit = {"layer": 0, "unit": "mlp.fc", "weights": 5, "bytes": 10, "vector_bytes": 0, "patterns": ["a"]}
         content = json.dumps({"bytes": 10, "units": [{**unit, "candidates": candidates}]}).encode()
     (tmp_path / "s.json").write_bytes(content)

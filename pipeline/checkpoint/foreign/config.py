@@ -5,9 +5,10 @@ from __future__ import annotations
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-from pipeline.checkpoint.engine_config import OWN_KEY, QUANTIZATION_KEY
+from pipeline.checkpoint.engine_config import QUANTIZATION_KEY
 from pipeline.checkpoint.json_text import remove_key, set_keys
 from pipeline.checkpoint.layouts.scales import BLOCK, CONFIG_KEY
+from pipeline.checkpoint.own_key import OWN_KEY
 from pipeline.checkpoint.strict_json import read_json
 
 if TYPE_CHECKING:

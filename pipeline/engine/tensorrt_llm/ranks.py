@@ -10,7 +10,6 @@ from dataclasses import dataclass
 from itertools import chain
 from typing import TYPE_CHECKING, Any
 
-from pipeline.checkpoint.engine_config import OWN_KEY
 from pipeline.checkpoint.layouts.scales import WEIGHT_SCALES, find_format
 from pipeline.checkpoint.safetensors_file import CHUNK, SafetensorsWriter
 from pipeline.checkpoint.tensors import TensorInfo
@@ -60,11 +59,11 @@ def write_ranks(
     Raises CompatibilityError for what TensorRT-LLM cannot run (support.py), CheckpointError for a folder that is no
     engine checkpoint, StoreError where the disk is too small.
     """
-    own = source.config.get(OWN_KEY)
-    if not isinstance(own, dict):
+    own = source.own
+    if own is None:
         raise CheckpointError(f"{source.path} is no engine checkpoint", hint="convert it first")
-    quantized: Mapping[str, Any] = own.get("quantization") or {}
-    a, dtype = source.architecture, own["dtype"]
+    quantized: Mapping[str, Any] = own.quantization or {}
+    a, dtype = source.architecture, own.dtype
     linears = list_linears(a, source.tensors)
     head = find_format(source.tensors, HEAD_NAME)
     check_support(Ask(architecture=a, linears=linears, dtype=dtype, parallel=parallel, sm=sm, head=head))
