@@ -5,7 +5,7 @@ from __future__ import annotations
 from dataclasses import dataclass
 
 from plugins.operation import Operation
-from plugins.passed import digest_source
+from plugins.passed import digest_plugin
 from plugins.resources import list_subjects
 
 # (tokens in the cache, new tokens) of each sequence.
@@ -15,17 +15,19 @@ STEPS: dict[str, list[tuple[int, int]]] = {
     "decode 256": [(1023, 1)] * 256,
     "prefill": [(0, 1024), (512, 512)],
 }
-OK, FAILED = "ok", "FAILED"
+OK, SLOW, FAILED = "ok", "slow", "FAILED"
 LARGE = ("decode 256", "prefill")
 DECODE = ("decode 1", "decode 32", "decode 256")
+BARS_OF = "H200"
 # Operation, a part of the model's name, steps -> the least share of bandwidth, and the least of unfused. V3's latent
-# attention, of 128 heads, multiplies 240 times for each byte of the cache: more than an H200 does while it reads one.
+# attention has none: of 128 heads, it multiplies 240 times for each byte of the cache, more than an H200 does while it
+# reads one.
 BARS: tuple[tuple[str, str, tuple[str, ...], float, float], ...] = (
     ("rope_paged_kv", "", LARGE, 0.8, 0.0),
     ("rope_paged_kv", "", DECODE, 0.0, 2.0),
     ("rope_paged_latent", "", LARGE, 0.8, 0.0),
     ("rope_paged_latent", "", DECODE, 0.0, 2.0),
-    ("paged_latent_attention", "", ("decode 32", "decode 256"), 0.6, 0.0),
+    ("paged_latent_attention", "V2-Lite", ("decode 32", "decode 256"), 0.6, 0.0),
     ("moe_experts", "int4", DECODE, 0.6, 0.0),
     ("moe_dispatch", "", LARGE, 0.7, 0.0),
     ("moe_combine", "", LARGE, 0.7, 0.0),
@@ -34,7 +36,7 @@ BARS: tuple[tuple[str, str, tuple[str, ...], float, float], ...] = (
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Row:
-    """One operation at the sizes of a model and a step. sources: digests of its kernels' modules. error: the largest
+    """One operation at the sizes of a model and a step. sources: digests of its kernels' plugins. error: the largest
     difference from the reference over the bound, at most 1 is right; None where it was not measured. failure: why not,
     where that was tried. seconds: of a run; of_bandwidth, of_floor, unfused: see kernels.py."""
 
@@ -53,9 +55,11 @@ class Row:
     def name(self) -> str:
         return f"{self.operation}, {self.model}, {self.step}"
 
-    @property
-    def verdict(self) -> str:
-        return OK if self.is_right else FAILED if self.failure or self.error is not None else ""
+    def judge(self, device: str) -> str:
+        """On a device of this name: right, right but below a bar on the card that has them, wrong, or nothing."""
+        if not self.is_right:
+            return FAILED if self.failure or self.error is not None else ""
+        return SLOW if BARS_OF in device and self.list_missed() else OK
 
     @property
     def is_right(self) -> bool:
@@ -89,4 +93,4 @@ def list_rows(sm: int) -> list[tuple[Row, Operation]]:
 
 
 def _name_sources(operation: Operation) -> tuple[str, ...]:
-    return tuple(sorted({digest_source(kernel.module) for kernel in operation.kernels()}))
+    return tuple(sorted({digest_plugin(kernel.plugin) for kernel in operation.kernels()}))

@@ -62,6 +62,11 @@ class Kernel:
     warps: int
     stages: int = 2
 
+    @property
+    def plugin(self) -> str:
+        """The folder of the plugin that it belongs to."""
+        return self.module.split(".")[-2]
+
 
 @dataclass(frozen=True, slots=True)
 class Input:

@@ -1,14 +1,13 @@
 """Which kernels have passed `benchmarks/gpu.py`, and where: passed.json, which `python -m benchmarks.passed` fills from
 a saved run.
 
-A row is {"source": digest of the kernel's module, "sm": 80, "device": "NVIDIA A100-SXM4-80GB", "date": "2026-12-01"}:
-the PTX for that SM gave the reference's results on that device, at every size that the benchmark has. A kernel that was
-edited since has another digest, and has passed nowhere.
+A row is {"source": digest of the kernel's plugin, "sm": 80, "device": "NVIDIA A100-SXM4-80GB", "date": "2026-12-01"}:
+the PTX for that SM gave the reference's results on that device, at every size that the benchmark has. A plugin that was
+edited since, its kernel or what launches it, has another digest, and has passed nowhere.
 """
 
 from __future__ import annotations
 
-import importlib.util
 import json
 from functools import cache
 from pathlib import Path
@@ -18,15 +17,6 @@ from pipeline.digest import digest_bytes, digest_json
 from plugins.operation import Kernel, Operation
 
 TABLE = Path(__file__).with_name("passed.json")
-
-
-@cache
-def digest_source(module: str) -> str:
-    """Of a kernel's module, found without importing Triton."""
-    found = importlib.util.find_spec(module)
-    if found is None or found.origin is None:
-        raise ModuleNotFoundError(module)
-    return digest_bytes(Path(found.origin).read_bytes())
 
 
 @cache
@@ -40,7 +30,7 @@ def digest_plugin(name: str) -> str:
 
 def find_run(kernel: Kernel, sm: int, table: Path | None = None) -> str | None:
     """The device and day of a run that this kernel's PTX for this SM passed; None where there was none."""
-    source = digest_source(kernel.module)
+    source = digest_plugin(kernel.plugin)
     for run in json.loads((table or TABLE).read_text(encoding="utf-8"))["runs"]:
         if (run["source"], run["sm"]) == (source, sm):
             return f"{run['device']}, {run['date']}"
@@ -54,7 +44,7 @@ def list_passed(sm: int, table: Path | None = None) -> list[str]:
     runs = json.loads((table or TABLE).read_text(encoding="utf-8"))["runs"]
     sources = {run["source"] for run in runs if run["sm"] == choose_sm(sm)}
     names = sorted(kernel.parent.name for kernel in Path(__file__).parent.glob("*/kernel.py")) if sources else []
-    return [name for name in names if digest_source(f"plugins.{name}.kernel") in sources]
+    return [name for name in names if digest_plugin(name) in sources]
 
 
 def describe_kernels(operation: Operation, sm: int) -> list[dict[str, Any]]:
@@ -67,7 +57,7 @@ def describe_kernels(operation: Operation, sm: int) -> list[dict[str, Any]]:
         described.append(
             {
                 "function": kernel.function,
-                "source": digest_source(kernel.module),
+                "source": digest_plugin(kernel.plugin),
                 "sm": sm,
                 "threads": made.threads,
                 "registers": made.registers,

@@ -83,7 +83,7 @@ def test_rows_after_a_lost_one_are_measured(rows: None, monkeypatch: pytest.Monk
     monkeypatch.setattr(kernels, "measure_rows", lose_the_first)
     found = measure()
     assert [row.step for row in found] == list(STEPS)
-    assert [row.verdict for row in found] == ["ok", "FAILED", "ok", "FAILED"]
+    assert [row.judge("") for row in found] == ["ok", "FAILED", "ok", "FAILED"]
     assert found[1].describe() == "illegal access" and "exit code 1" in found[3].describe()
 
 
@@ -95,7 +95,7 @@ def end_badly(work: object, arguments: tuple[list[tuple[Row, Operation]], Any, A
 
 def test_a_process_may_die_after_its_last_row(rows: None, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(kernels, "stream", end_badly)
-    assert [row.verdict for row in measure()] == ["ok"] * 4
+    assert [row.judge("") for row in measure()] == ["ok"] * 4
 
 
 def test_a_gpu_that_never_answers_is_given_up(rows: None, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -128,7 +128,7 @@ def test_rows_are_measured_one_by_one(simulator: Simulator, monkeypatch: pytest.
     broken = replace(HEADS, heads=4)
     rows = [*ROWS, (replace(ROWS[0][0], model="broken"), broken)]
     found = list(kernels.measure_rows(rows, {HEADS: Carried({}), broken: "BuildError: no"}, time.monotonic() + 60))
-    assert [row.verdict for row in found] == ["ok", "FAILED", "ok", "ok", "FAILED"]
+    assert [row.judge("") for row in found] == ["ok", "FAILED", "ok", "ok", "FAILED"]
     assert found[1].describe() == "OutOfMemoryError: no room" and found[4].describe() == "BuildError: no"
     assert all(row.error == 0 and row.of_floor == row.of_bandwidth > 0 for row in (found[0], *found[2:4]))
     assert [row.describe() for row in kernels.measure_rows(ROWS[:1], {HEADS: Carried({})}, 0)] == ["not measured"]
@@ -191,7 +191,7 @@ def test_an_engine_that_cannot_be_built_is_a_row(
 
     def measure_kernels(*_: object) -> Iterator[Row]:
         for row, _operation in ROWS:
-            yield replace(row, error=0.5)
+            yield replace(row, error=0.5, of_bandwidth=0.9, unfused=3.0)
             assert json.loads(saved.read_text())["rows"][-1]["step"] == row.step
 
     monkeypatch.setattr(gpu, "CudaDevice", lambda: SimpleNamespace(name="NVIDIA H200", sm=90))
@@ -203,3 +203,14 @@ def test_an_engine_that_cannot_be_built_is_a_row(
         (built, loaded, *_) = [line for line in lines if line.startswith(f"{title}, ")]
         assert " FAILED " in built and "sees no GPU" in built and loaded.endswith("not measured")
     assert sum(" ok " in line for line in lines) == len(ROWS)
+
+
+@pytest.mark.parametrize(("device", "status"), [("NVIDIA H200", 1), ("NVIDIA A100-SXM4-80GB", 0)])
+def test_a_missed_bar_counts_on_the_card_that_has_it(
+    device: str, status: int, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(gpu, "CudaDevice", lambda: SimpleNamespace(name=device, sm=90))
+    monkeypatch.setattr(gpu, "measure_kernels", lambda *_: iter([replace(ROWS[0][0], error=0.5, unfused=1.0)]))
+    assert gpu.main(["--only", "kernels"]) == status
+    (line,) = capsys.readouterr().out.splitlines()[1:]
+    assert (" slow " if status else " ok ") in line and "below 2 x" in line

@@ -85,6 +85,13 @@ def test_rows_get_their_experts_sum(
     assert choice != "nobody" or not found.any()
 
 
+@pytest.mark.parametrize("dtype", BOUNDS)
+@pytest.mark.parametrize("storage", STORAGES)
+def test_every_type_of_rows_and_experts(simulator: Simulator, storage: str, dtype: str) -> None:
+    op = replace(BASE, dtype=dtype, **STORAGES[storage])
+    check(simulator, op, make_inputs(op, 5, None, 1))
+
+
 @pytest.mark.parametrize("storage", STORAGES)
 def test_one_expert_may_take_all(simulator: Simulator, storage: str) -> None:
     """More rows than its programs have tiles for, and experts that nobody chose beside it."""

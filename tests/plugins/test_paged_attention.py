@@ -26,6 +26,7 @@ LATENT = PagedLatentAttention(
 TYPES = [
     *(("float32", "float32", 2e-6), ("float16", "float16", 4e-3), ("bfloat16", "bfloat16", 3e-2)),
     *(("float32", "int8", 2e-5), ("float32", "fp8", 2e-4), ("bfloat16", "fp8", 1e-1)),
+    *(("float16", "int8", 2e-2), ("float16", "fp8", 2e-2)),
 ]
 SPLIT = [(700, 1), (3, 1), (255, 1)]  # single tokens, one of them with enough keys for three programs
 
@@ -54,6 +55,22 @@ def check(
     (found,), (wanted,) = simulator.run(op, inputs), op.compute(*(lay_out(tensor, layout) for tensor in inputs))
     assert (found.shape, found.dtype) == (wanted.shape, wanted.dtype)
     torch.testing.assert_close(found.float(), wanted.float(), rtol=bound, atol=bound)
+
+
+# Heads as models have them: Llama's and Qwen2's, DeepSeek's latent.
+WIDE = [
+    replace(GROUPED, heads=8, head_size=128, block_size=64),
+    replace(LATENT, heads=16, rank=512, rotary_size=64, block_size=64),
+]
+
+
+@pytest.mark.parametrize("types", TYPES, ids=lambda types: "-".join(types[:2]))
+@pytest.mark.parametrize("op", [GROUPED, LATENT, *WIDE])
+def test_every_type_and_size_of_heads(
+    simulator: Simulator, op: PagedAttention | PagedLatentAttention, types: tuple[str, str, float]
+) -> None:
+    op = replace(op, dtype=types[0], pool_dtype=types[1])
+    check(simulator, op, make_step([(40, 1), (0, 5)], op.block_size), types[2])
 
 
 @EXAMPLES

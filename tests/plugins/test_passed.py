@@ -8,7 +8,7 @@ from pathlib import Path
 import pytest
 
 from plugins import passed
-from plugins.passed import TABLE, digest_source, find_run
+from plugins.passed import TABLE, digest_plugin, find_run
 from plugins.registry import OPERATIONS
 from plugins.resources import TABLE as RESOURCES
 from plugins.resources import list_subjects
@@ -17,7 +17,7 @@ from tests.plugins.test_rope_paged_kv import HEADS
 
 def test_a_run_counts_for_its_source_and_sm(tmp_path: Path) -> None:
     (kernel,) = HEADS.kernels()
-    run = {"source": digest_source(kernel.module), "sm": 90, "device": "NVIDIA H200", "date": "2026-12-01"}
+    run = {"source": digest_plugin(kernel.plugin), "sm": 90, "device": "NVIDIA H200", "date": "2026-12-01"}
     table = tmp_path / "passed.json"
     table.write_text(json.dumps({"runs": [run, {**run, "source": "blake3:other", "sm": 80}]}))
     assert find_run(kernel, 90, table) == "NVIDIA H200, 2026-12-01"

@@ -120,6 +120,18 @@ def test_latent_rows_are_rotated_and_written(
         torch.testing.assert_close(found, wanted, rtol=0, atol=0)
 
 
+@pytest.mark.parametrize("types", TYPES, ids="-".join)
+@pytest.mark.parametrize("op", [HEADS, LATENT])
+def test_every_type_of_rows_and_pools(
+    simulator: Simulator, op: RopePagedKv | RopePagedLatent, types: tuple[str, str]
+) -> None:
+    op = replace(op, dtype=types[0], pool_dtype=types[1])
+    step = make_step([(20, 1), (0, 5), (7, 3)], op.block_size)
+    inputs = heads_inputs(op, step) if isinstance(op, RopePagedKv) else latent_inputs(op, step)
+    for found, wanted in run_both(simulator, op, inputs):
+        torch.testing.assert_close(found, wanted, rtol=0, atol=0)
+
+
 def test_fp8_pools_take_what_they_can_represent(simulator: Simulator) -> None:
     """Multiples of the scale that FP8 has, unrotated, and what saturates: no cast has to round."""
     op = replace(HEADS, pool_dtype="fp8")
