@@ -34,7 +34,7 @@ if TYPE_CHECKING:
 
 Identities = dict[str, list[int] | None]
 
-FORMAT = 4  # of the remembered; raise it where a check refuses more than it did
+FORMAT = 5  # of the remembered; raise it where a check refuses more than it did
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -18,7 +18,6 @@ if TYPE_CHECKING:
     from pipeline.config.schema import Config
 
 BEGIN = 1 << 16  # bytes
-HEADERS = ".headers"  # in the store: what of sources was checked
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -38,18 +37,17 @@ def check_source(config: Config, *, keep: bool = True) -> CheckedSource:
 
     `keep` notes in the store what passed.
     """
-    from pipeline.checkpoint.checked_headers import read_checked, remember
+    from pipeline.checkpoint.checked_headers import remember
     from pipeline.cli.host import list_host_notes
     from pipeline.config.case import Case
     from pipeline.config.compatibility import check_compatibility
 
     _check_model(config)
-    memory = config.store_folder / HEADERS
-    headers = read_checked(config.model.path, memory, config.stages.convert.dtype)
+    headers = config.read_headers()
     notes = check_compatibility(config, headers.architecture, headers.tensors, headers.holding)
     _check_texts(config)
     if keep:
-        remember(config.model.path, memory, headers)
+        remember(config.model.path, config.headers_folder, headers)
     host_notes = list_host_notes(config)
     case = Case(config=config, architecture=headers.architecture, tensors=headers.tensors, holding=headers.holding)
     return CheckedSource(headers=headers, case=case, notes=(*notes, *host_notes), host_notes=host_notes)

@@ -50,13 +50,16 @@ def _find_cut(case: Case) -> str | None:
 
 
 def _stored(case: Case, largest: int = max(GROUP_SIZES)) -> list[Division]:
-    """What the linears ask as they are stored, in groups of `largest` at most."""
+    """What the linears ask as they are stored, those that quantization makes in groups of `largest` at most."""
     asked: list[Division] = []
     spreading = Spreading(case.architecture)
     for linear in case.chosen:
         if isinstance(linear.decision, Decision):
             group = min(linear.group or 0, largest)
             asked += spreading.linear_divisions(linear.name, linear.decision.format, group)
+    for kind in list_kinds(case.architecture) if case.held else ():
+        for held in filter(None, case.held_kinds.get(kind.first.target, ())):
+            asked += spreading.linear_divisions(kind.first.target.removesuffix(".weight"), held.format, held.group or 0)
     if case.kept_fp8 is not None:
         for kind in list_kinds(case.architecture):
             stored = case.tensors.get(kind.first.sources[0])

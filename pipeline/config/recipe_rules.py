@@ -5,11 +5,12 @@ from __future__ import annotations
 from typing import TYPE_CHECKING
 
 from pipeline.config.case import Case
+from pipeline.config.expert_rules import EXPERT_FORMATS
 from pipeline.config.format_rules import FP8_FORMATS
 from pipeline.config.rules import Rule
 from pipeline.quantization.patterns import find_pattern
 from pipeline.quantization.rules import HEAD_HINT, find_unfit_head
-from pipeline.quantization.selection import HEAD_NAME, NONE
+from pipeline.quantization.selection import FORMATS, HEAD_NAME, NONE
 
 if TYPE_CHECKING:
     from pipeline.config.schema import Config
@@ -57,11 +58,31 @@ def offered_formats(config: Config) -> tuple[str, ...]:
     return named or ("int4", "int8", *blocks)
 
 
+def offered_to_experts(config: Config) -> frozenset[str]:
+    """Of these, what routed experts may become: their inputs are not rounded."""
+    return frozenset(name for name in offered_formats(config) if not FORMATS[name].static_inputs)
+
+
+def _find_choice_without_kernel(case: Case) -> str | None:
+    q = case.quantize
+    is_asked = case.build.lowering.moe_experts == "plugin" and case.architecture.experts is not None
+    if not is_asked or not q.recipe.auto or "experts" not in q.include:
+        return None
+    unknown = ", ".join(sorted(offered_to_experts(case.config) - EXPERT_FORMATS))
+    return f"auto may choose {unknown}, which the plugin moe_experts has no kernel for" if unknown else None
+
+
 RECIPE_RULES: tuple[Rule, ...] = (
     Rule("head_is_fit", "stages.quantize", _find_unfit_head, HEAD_HINT),
     Rule("recipe_matches", "stages.quantize.recipe", _find_unmatched_rows, "a name: transformer.layers.0.mlp.fc"),
     Rule("auto_has_budget", "stages.quantize.recipe", _find_no_budget, "set stages.quantize.budget: {size_ratio: 0.4}"),
     Rule("auto_has_method", "stages.quantize.recipe", _find_no_base, "set stages.quantize.method: awq"),
     Rule("auto_or_rows", "stages.quantize.recipe", _find_two_recipes, "write auto, or the rows"),
+    Rule(
+        "choices_have_kernels",
+        "stages.quantize.sensitivity.formats",
+        _find_choice_without_kernel,
+        "name int4, or set stages.build.lowering.moe_experts: native",
+    ),
     Rule("choices_fit_gpu", "stages.quantize.sensitivity.formats", _find_fp8_choice, "name int4 and int8"),
 )

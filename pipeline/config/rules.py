@@ -7,9 +7,9 @@ from dataclasses import dataclass
 
 from pipeline.config import format_rules
 from pipeline.config.case import STATIC_ROPES, Case
+from pipeline.config.expert_rules import find_unfit_experts
 from pipeline.config.gpus import supported_sms
 from pipeline.errors import CompatibilityError
-from pipeline.quantization.selection import Decision
 
 
 @dataclass(frozen=True, slots=True)
@@ -103,19 +103,6 @@ def _find_payload_without_plugin(case: Case) -> str | None:
     return f"rows are sent to experts as {build.expert_payload} by the plugin moe_all_to_all only"
 
 
-# What the kernels of the plugin moe_experts multiply, 16-bit weights apart.
-EXPERT_FORMATS = frozenset({"fp8", "fp8_blocks", "int4"})
-
-
-def _find_experts_without_kernel(case: Case) -> str | None:
-    if case.build.lowering.moe_experts != "plugin":
-        return None
-    decisions = [linear.decision for linear in case.chosen if linear.role == "experts"]
-    found = {decision.format for decision in decisions if isinstance(decision, Decision)} - EXPERT_FORMATS
-    found |= {held.format for name, held in case.held.items() if ".experts." in name} - EXPERT_FORMATS
-    return f"the plugin moe_experts has no kernel for {', '.join(sorted(found))}" if found else None
-
-
 RULES: tuple[Rule, ...] = (
     Rule("sm_of_backend", "target.gpu", _find_unsupported_sm, "use backend: tensorrt on a host with that GPU"),
     Rule(
@@ -192,7 +179,7 @@ RULES: tuple[Rule, ...] = (
     Rule(
         "experts_have_kernels",
         "stages.build.lowering.moe_experts",
-        _find_experts_without_kernel,
+        find_unfit_experts,
         "set stages.build.lowering.moe_experts: native, or quantize experts to INT4 or FP8",
     ),
     Rule(

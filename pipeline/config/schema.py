@@ -8,7 +8,7 @@ What the types cannot say (a GPU without FP8, a group size that divides nothing)
 from __future__ import annotations
 
 from pathlib import Path
-from typing import Annotated, Any, Literal, Self
+from typing import TYPE_CHECKING, Annotated, Any, Literal, Self
 
 from pydantic import AfterValidator, Field, PrivateAttr, model_validator
 from pydantic_core import PydanticCustomError
@@ -27,6 +27,9 @@ from pipeline.config.settings import (
 )
 from pipeline.errors import ConfigError
 from pipeline.sharding.ranks import Parallel as Sizes
+
+if TYPE_CHECKING:
+    from pipeline.checkpoint.checked_headers import CheckedHeaders
 
 __all__ = [
     "Build",
@@ -138,6 +141,7 @@ class Config(Section):
     stages: Stages = Field(default=Stages(), description="Settings of each stage.")
 
     _origins: dict[str, str] = PrivateAttr(default_factory=dict)
+    _headers: CheckedHeaders | None = PrivateAttr(default=None)
 
     @property
     def run_folder(self) -> Path:
@@ -148,6 +152,20 @@ class Config(Section):
     def store_folder(self) -> Path:
         """Where the store is."""
         return self.store or self.output / "store"
+
+    @property
+    def headers_folder(self) -> Path:
+        """Where it is remembered what of sources was checked."""
+        return self.store_folder / ".headers"
+
+    def read_headers(self) -> CheckedHeaders:
+        """Of the source, which are read once: of linears that another tool has quantized that takes their scales.
+        Raises CheckpointError."""
+        if self._headers is None:
+            from pipeline.checkpoint.checked_headers import read_checked
+
+            self._headers = read_checked(self.model.path, self.headers_folder, self.stages.convert.dtype)
+        return self._headers
 
     def remember_origins(self, origins: dict[str, str]) -> None:
         """Keeps `file:line` of every key, for `locate`."""

@@ -201,7 +201,8 @@ class Build(Section):
     lowering: Lowerings = Field(
         default=Lowerings(),
         description="Which operations are plugins. Those that a config leaves out are, where their kernels have passed "
-        "on the GPU's SM (plugins/passed.json), and native elsewhere: today everywhere.",
+        "on the GPU's SM (plugins/passed.json) and take what the checkpoint holds, and native elsewhere: today "
+        "everywhere.",
     )
     weights: Literal["full", "stripped"] = Field(
         default="full",

@@ -16,6 +16,7 @@ from pipeline.config.lowerings import choose_lowerings
 from pipeline.errors import TrtseekError
 
 if TYPE_CHECKING:
+    from pipeline.checkpoint.foreign.holding import Holding
     from pipeline.config.schema import Config
 
 # Sections and settings that only one backend reads.
@@ -48,7 +49,7 @@ def list_other_worlds(case: Case) -> tuple[World, ...]:
 def _look(own: Case, backend: str) -> World:
     row, config = BACKENDS[backend], own.config
     dropped = list(_list_dropped(backend, config))
-    case = replace(own, config=_move(config, backend, dropped))
+    case = replace(own, config=_move(config, backend, dropped, own.holding))
     try:
         reasons = tuple(problem for rule in ALL_RULES if (problem := rule.find(case)))
     except TrtseekError as error:  # sizes that no rank of its could have
@@ -73,7 +74,7 @@ def _list_dropped(backend: str, config: Config) -> Iterator[tuple[str, ...]]:
             yield from ((*path, key) for key in type(section).model_fields if section.changes(key))
 
 
-def _move(config: Config, backend: str, dropped: list[tuple[str, ...]]) -> Config:
+def _move(config: Config, backend: str, dropped: list[tuple[str, ...]], holding: Holding) -> Config:
     """The config as it would be with that backend."""
     values = config.model_dump(mode="json")
     values["stages"]["build"]["lowering"] = _said_lowerings(config)
@@ -84,7 +85,7 @@ def _move(config: Config, backend: str, dropped: list[tuple[str, ...]]) -> Confi
         for name in above:
             section = section[name]
         del section[key]
-    return choose_lowerings(type(config).model_validate(values, strict=False))
+    return choose_lowerings(type(config).model_validate(values, strict=False), holding)
 
 
 def _said_lowerings(config: Config) -> dict[str, str]:

@@ -68,11 +68,13 @@ class FormatRow:
 @dataclass(frozen=True, slots=True, kw_only=True)
 class MethodRow:
     """The format that a method makes, and whether it `measures`: looks at activations, so that text has to go through
-    the model. `moments`: it wants the second moments of what it reads."""
+    the model. `moments`: it wants the second moments of what it reads. `scales`: it may multiply a linear's input, by
+    one vector for all linears of the method that read it."""
 
     format: str
     measures: bool
     moments: bool = False
+    scales: bool = False
 
 
 FP8_BLOCKS = "fp8_blocks"  # the format, and the method that makes it
@@ -88,18 +90,18 @@ FORMATS = {
 # Formats of others' checkpoints, which no method makes.
 FOREIGN_FORMATS = {"fp8_rows": FormatRow(quant_algo="FP8_PER_CHANNEL", bits=8, per="channel")}
 METHODS = {
-    "awq": MethodRow(format="int4", measures=True),
-    "awq_fp8": MethodRow(format="int4_fp8", measures=True),
-    "awq_gptq": MethodRow(format="int4", measures=True, moments=True),
+    "awq": MethodRow(format="int4", measures=True, scales=True),
+    "awq_fp8": MethodRow(format="int4_fp8", measures=True, scales=True),
+    "awq_gptq": MethodRow(format="int4", measures=True, moments=True, scales=True),
     "gptq": MethodRow(format="int4", measures=True, moments=True),
     "rtn": MethodRow(format="int4", measures=False),
     "rtn_clip": MethodRow(format="int4", measures=True),
     "fp8": MethodRow(format="fp8", measures=True, moments=True),
     FP8_BLOCKS: MethodRow(format=FP8_BLOCKS, measures=False),
     "int8": MethodRow(format="int8", measures=False),
-    "smoothquant": MethodRow(format="int8_sq", measures=True),
+    "smoothquant": MethodRow(format="int8_sq", measures=True, scales=True),
     # What `trtseek export --asymmetric` makes of awq and rtn; no config has them, since no engine does.
-    "awq_zeros": MethodRow(format="int4_zeros", measures=True),
+    "awq_zeros": MethodRow(format="int4_zeros", measures=True, scales=True),
     "rtn_zeros": MethodRow(format="int4_zeros", measures=False),
 }
 WITH_ZEROS = {"awq": "awq_zeros", "rtn": "rtn_zeros"}

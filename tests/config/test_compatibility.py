@@ -293,6 +293,20 @@ MODELS = [
         "the plugin moe_experts has no kernel for int8",
     ),
     (
+        "choices_have_kernels",
+        {**AUTO, "stages.build.lowering": {"moe_experts": "plugin"}},
+        {},
+        {"n_routed_experts": None},
+        "auto may choose int8, which the plugin moe_experts has no kernel for",
+    ),
+    (
+        "experts_have_kernels",
+        {"stages.quantize.exclude": ("*.experts.*.gate",), "stages.build.lowering": {"moe_experts": "plugin"}},
+        {},
+        {"n_routed_experts": None},
+        "reads fc and gate as one: transformer.layers.1.mlp.experts.0.fc and 0.gate are in int4 in groups of 128",
+    ),
+    (
         "no_experts",
         {"stages.build.lowering": {"moe_experts": "plugin"}},
         {"n_routed_experts": None},

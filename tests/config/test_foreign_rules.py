@@ -54,6 +54,8 @@ def test_fp8_wants_a_gpu_that_has_it(tmp_path: Path) -> None:
 HALF, OWN = "stages.convert.dtype=float16", "stages.convert.dtype=null"
 # A case, settings that are refused, what is said, and settings that are not.
 REFUSED = [
+    ("awq-whole-rows", (HALF, "target.parallel.tensor=2"),
+     r"tensor parallel size 2 does not divide the model's \d groups of 128 inputs of transformer\.layers", (HALF,)),
     ("awq-zero-points", (HALF,), "15 of 15 linears .* transformer.layers.0.attention.qkv has zero points",
      (HALF, "stages.convert.foreign=dequantize")),
     ("gptq-act-order", (HALF,), "groups scattered over the inputs", (HALF, "stages.convert.foreign=dequantize")),

@@ -17,7 +17,7 @@ import torch
 from safetensors.torch import load_file
 
 from pipeline.checkpoint.architecture import Architecture, parse_architecture
-from pipeline.checkpoint.tensors import RawTensor, TensorInfo
+from pipeline.checkpoint.tensors import RawTensor, TensorInfo, TensorSource
 from pipeline.network.network import NetworkSpec
 from pipeline.network.readback import Program
 from tests import fixtures
@@ -100,7 +100,7 @@ class Model:
         return read_program(self.spec(**options), self.architecture, self.source)
 
 
-def read_program(spec: NetworkSpec, architecture: Architecture, source: MemorySource) -> Program:
+def read_program(spec: NetworkSpec, architecture: Architecture, source: TensorSource) -> Program:
     """Builds and reads back. The program keeps the memory of its constants."""
     import tensorrt_rtx as trt
 

@@ -13,9 +13,10 @@ from typing import TYPE_CHECKING, Any
 
 from pipeline.checkpoint.foreign.cache import CacheScales, find_cache_scales
 from pipeline.checkpoint.foreign.headers import Headers
-from pipeline.checkpoint.foreign.holding import WAY_OUT, Held, hold, list_parts, tell_widened
+from pipeline.checkpoint.foreign.holding import WAY_OUT, Held, hold, tell_widened
 from pipeline.checkpoint.foreign.linear import PLAIN, ForeignLinear, dequantize
 from pipeline.checkpoint.foreign.methods import READERS, find_settings
+from pipeline.checkpoint.foreign.parts import list_parts
 from pipeline.checkpoint.foreign.stacks import level_stacks
 from pipeline.checkpoint.layouts import Mapping, layout_for
 from pipeline.checkpoint.tensors import DTYPES, RawTensor, TensorInfo

@@ -1,4 +1,4 @@
-"""Which of our formats holds a foreign linear, to the last number, and what the linear's tensors are in it.
+"""Which of our formats holds a foreign linear, to the last number. Its tensors in it: parts.py.
 
 An engine's linear may be several of the source's (q, k and v), one below the other: then all of them must be of one
 format, and what belongs to their one input must be the same in all.
@@ -6,22 +6,13 @@ format, and what belongs to their one input must be the same in all.
 
 from __future__ import annotations
 
+import hashlib
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING
 
 from pipeline.checkpoint.foreign.linear import STATIC, ForeignLinear
-from pipeline.checkpoint.layouts.scales import (
-    ACTIVATION_SCALES,
-    BLOCK,
-    BLOCK_SCALES,
-    CHANNEL_SCALES,
-    FP8,
-    INT8,
-    PRESCALE,
-    WEIGHT_SCALES,
-    count_blocks,
-)
+from pipeline.checkpoint.layouts.scales import BLOCK
 from pipeline.checkpoint.tensors import DTYPES
 
 if TYPE_CHECKING:
@@ -34,13 +25,15 @@ GROUPS = (128, 64, 32)
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Held:
     """`format` is a key of quantization.selection.FORMATS; `group` inputs per scale of INT4; `rounds`: its input is
-    rounded too. per_output: of FP8, its scales differ within one of the source's linears. rounded: the largest relative
-    change that the model's type makes to float32 INT4 scales."""
+    rounded too. input: a digest of what its input is multiplied by and rounded in; "" for neither. per_output: of FP8,
+    its scales differ within one of the source's linears. rounded: the largest relative change that the model's type
+    makes to float32 INT4 scales."""
 
     format: str
     group: int | None = None
     rounds: bool = False
     prescaled: bool = False
+    input: str = ""
     per_output: bool = False
     rounded: float = 0.0
 
@@ -70,18 +63,6 @@ def tell_widened(holding: Holding) -> str | None:
     )
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
-class Part:
-    """One tensor of a linear in one of our formats: what follows its name, its type, and how it is made. `once`: of
-    linears in one, it is the first's."""
-
-    kind: str
-    dtype: str
-    shape: tuple[int, ...]
-    read: Callable[[], torch.Tensor]
-    once: bool = False
-
-
 def hold(linears: Sequence[ForeignLinear], dtype: str) -> Held | str:
     """How one linear of the engine, made of these, is held in a model of type `dtype` ("F16", …); or why it cannot be.
     Reads scales, zero points and orders, not the weights."""
@@ -94,7 +75,14 @@ def hold(linears: Sequence[ForeignLinear], dtype: str) -> Held | str:
         return "has its groups scattered over the inputs (act-order); an engine's lie side by side"
     if (reason := _find_split_input(linears, dtype)) is not None:
         return reason
-    return HOLD[first.kind](linears, dtype)
+    held = HOLD[first.kind](linears, dtype)
+    return held if isinstance(held, str) else replace(held, input=_digest_input(first, held))
+
+
+def _digest_input(linear: ForeignLinear, held: Held) -> str:
+    reads = (linear.prescale if held.prescaled else None, linear.input_scale if held.rounds else None)
+    numbers = [read().float().numpy().tobytes() for read in reads if read is not None]
+    return hashlib.blake2s(b"|".join(numbers), digest_size=8).hexdigest() if numbers else ""
 
 
 def _hold_int4(linears: Sequence[ForeignLinear], dtype: str) -> Held | str:
@@ -110,7 +98,7 @@ def _hold_int4(linears: Sequence[ForeignLinear], dtype: str) -> Held | str:
     rounded = 0.0
     for each in linears:
         scales = each.scales()
-        change = float(((_round(scales, dtype) - scales).abs() / scales.abs().clamp_min(1e-38)).max())
+        change = float(((round_to(scales, dtype) - scales).abs() / scales.abs().clamp_min(1e-38)).max())
         if not change < 2**-7:  # NaN too
             return f"has scales that {DTYPES[dtype][1]} cannot hold"
         if change and each.scale_type != "F32":
@@ -164,7 +152,7 @@ def _find_split_input(linears: Sequence[ForeignLinear], dtype: str) -> str | Non
     vectors = [each.prescale().float() for each in linears if each.prescale is not None]
     if len(vectors) not in (0, len(linears)) or any(not torch.equal(each, vectors[0]) for each in vectors):
         return f"{_join(linears)} become one linear, and scale its input differently"
-    if vectors and not torch.equal(_round(vectors[0], dtype), vectors[0]):
+    if vectors and not torch.equal(round_to(vectors[0], dtype), vectors[0]):
         return f"scales its input by numbers that are none of {DTYPES[dtype][1]}, the model's type"
     steps = {float(each.input_scale()) for each in linears if each.input_scale is not None}
     if len(steps) > 1:
@@ -172,85 +160,14 @@ def _find_split_input(linears: Sequence[ForeignLinear], dtype: str) -> str | Non
     return None
 
 
-def list_parts(linear: ForeignLinear, held: Held, dtype: str) -> list[Part]:
-    """The tensors of one of the source's linears in the format that holds it."""
-    columns = linear.shape[1]
-    parts = TENSORS[held.format](linear, held, dtype)
-    if held.prescaled and linear.prescale is not None:
-        vector = linear.prescale
-        parts.append(Part(kind=PRESCALE, dtype=dtype, shape=(columns,), once=True, read=lambda: _cast(vector(), dtype)))
-    if held.rounds and linear.input_scale is not None:
-        parts.append(Part(kind=ACTIVATION_SCALES, dtype="F32", shape=(1,), once=True, read=linear.input_scale))
-    return parts
-
-
-def _int4(linear: ForeignLinear, held: Held, dtype: str) -> list[Part]:
-    rows, columns = linear.shape
-    count = columns // (held.group or columns)
-
-    def packed() -> torch.Tensor:
-        from pipeline.quantization.int4 import pack
-
-        return pack(linear.numbers().contiguous())
-
-    def scales() -> torch.Tensor:
-        return _round(linear.scales(), dtype).repeat_interleave(count // linear.grid[1], 1)
-
-    return [
-        Part(kind="weight", dtype=INT8, shape=(rows // 2, columns), read=packed),
-        Part(kind=WEIGHT_SCALES, dtype="F32", shape=(rows, count), read=scales),
-    ]
-
-
-def _int8(linear: ForeignLinear, held: Held, dtype: str) -> list[Part]:
-    rows = linear.shape[0]
-    kind = WEIGHT_SCALES if held.format == "int8_sq" else CHANNEL_SCALES
-    return [
-        Part(kind="weight", dtype=INT8, shape=linear.shape, read=linear.numbers),
-        Part(kind=kind, dtype="F32", shape=(rows,), read=lambda: linear.scales().expand(rows, 1)[:, 0]),
-    ]
-
-
-def _fp8(linear: ForeignLinear, held: Held, dtype: str) -> list[Part]:
-    return [
-        Part(kind="weight", dtype=FP8, shape=linear.shape, read=linear.numbers),
-        Part(kind=WEIGHT_SCALES, dtype="F32", shape=(1,), once=True, read=lambda: linear.scales().reshape(-1)[:1]),
-    ]
-
-
-def _fp8_rows(linear: ForeignLinear, held: Held, dtype: str) -> list[Part]:
-    rows = linear.shape[0]
-    return [
-        Part(kind="weight", dtype=FP8, shape=linear.shape, read=linear.numbers),
-        Part(kind=CHANNEL_SCALES, dtype="F32", shape=(rows,), read=lambda: linear.scales().expand(rows, 1)[:, 0]),
-    ]
-
-
-def _fp8_blocks(linear: ForeignLinear, held: Held, dtype: str) -> list[Part]:
-    return [
-        Part(kind="weight", dtype=FP8, shape=linear.shape, read=linear.numbers),
-        Part(kind=BLOCK_SCALES, dtype="F32", shape=count_blocks(linear.shape), read=linear.scales),
-    ]
-
-
-TENSORS: dict[str, Callable[[ForeignLinear, Held, str], list[Part]]] = {
-    "int4": _int4,
-    "int8": _int8,
-    "int8_sq": _int8,
-    "fp8": _fp8,
-    "fp8_rows": _fp8_rows,
-    "fp8_blocks": _fp8_blocks,
-}
-
-
-def _cast(values: torch.Tensor, dtype: str) -> torch.Tensor:
+def cast(values: torch.Tensor, dtype: str) -> torch.Tensor:
     import torch
 
     return values.to(getattr(torch, DTYPES[dtype][1]))
 
 
-def _round(values: torch.Tensor, dtype: str) -> torch.Tensor:
-    return _cast(values, dtype).float()
+def round_to(values: torch.Tensor, dtype: str) -> torch.Tensor:
+    return cast(values, dtype).float()
 
 
 def _join(linears: Sequence[ForeignLinear]) -> str:

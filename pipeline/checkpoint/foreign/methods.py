@@ -2,8 +2,9 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
-from typing import TYPE_CHECKING
+from collections.abc import Callable, Mapping
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
 
 from pipeline.checkpoint.engine_config import QUANTIZATION_KEY
 from pipeline.checkpoint.foreign.awq import read_awq
@@ -32,9 +33,14 @@ MODELOPT, MODELOPT_FILE = "modelopt", "hf_quant_config.json"
 
 def find_method(folder: CheckpointFolder) -> str | None:
     """Who quantized the checkpoint: a key of READERS; None where nobody did, or DeepSeek in FP8 blocks."""
-    stated = folder.config.get(QUANTIZATION_KEY)
+    return name_method(folder.path, folder.config)
+
+
+def name_method(path: Path, config: Mapping[str, Any]) -> str | None:
+    """The same of a folder that need not be opened, by its config.json."""
+    stated = config.get(QUANTIZATION_KEY)
     method = stated.get("quant_method") if isinstance(stated, dict) else None
-    if stated is None and (folder.path / MODELOPT_FILE).is_file():
+    if stated is None and (path / MODELOPT_FILE).is_file():
         return MODELOPT
     return method if isinstance(method, str) and method in READERS else None
 
