@@ -1,5 +1,6 @@
-"""With the interpreter in fast mode: in any mix, a request's greedy tokens are exact mode's, except where exact mode's
-best two logits are closer than the stated bound. Every exception is counted."""
+"""With the interpreter in fast mode: in any mix, a request's tokens are exact mode's, greedy and drawn, except where
+exact mode's choice is closer to another than the stated bound: the best two logits where it is greedy, the random
+number and a border between two tokens where it is drawn. Every exception is counted."""
 
 from __future__ import annotations
 
@@ -7,24 +8,58 @@ import random
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
 
+import numpy as np
 import pytest
-import torch
 
 from pipeline.interpreter.numerics import FAST_MARGIN
 from pipeline.runtime.handle import Handle
+from pipeline.runtime.noise import draw_uniforms
 from pipeline.runtime.request import Priority, Request
 from pipeline.runtime.runner import InterpreterRunner
+from pipeline.runtime.sampling import Sampling
 from tests.interpreter.trained import NAMES, quantize_trained, read_held_out
+from tests.runtime.borders import find_possible
+from tests.runtime.fakes import sample_slowly
 from tests.runtime.test_equality import BLOCK, Served, drain, run_mix
 
-MIXES, MOST = 6, 0.05  # of the tokens may be exceptions
-Answer = tuple[Request, tuple[int, ...]]
+MIXES = 8
+MOST = {"greedy": 0.05, "drawn": 0.1}  # of the tokens may be exceptions
+# In a routed model, a near tie of two experts moves a row's logits further than rounding does, in one row of a hundred
+# (numerics.py): of such rows it takes a few to meet a random number that comes between.
+MOST_FAULTS = {"deepseek-v2-tiny": 0.01, "deepseek-coder-tiny": 0.0}
+SAMPLINGS = [
+    *[Sampling()] * 4,
+    Sampling(top_p=1.0, seed=1),
+    Sampling(top_k=20, temperature=0.8, seed=2),
+    Sampling(top_p=0.9, temperature=0.7, seed=3),
+    Sampling(top_k=40, top_p=0.95, min_p=0.02, seed=4),
+]
+
+
+@dataclass(frozen=True)
+class Answer:
+    """One sequence of a request's."""
+
+    request: Request
+    index: int
+    tokens: tuple[int, ...]
+
+
+@dataclass
+class Verdict:
+    """Of so many tokens, how many are not exact mode's after the same history, and how many of these could not be even
+    with logits as far off as is stated."""
+
+    tokens: int = 0
+    exceptions: int = 0
+    faults: int = 0
 
 
 @dataclass
 class Both:
-    """One INT4 network in both modes, and greedy requests about text that it was not trained on."""
+    """One INT4 network in both modes, and requests about text that it was not trained on."""
 
+    name: str
     fast: Served
     exact: Served
     requests: list[Request]
@@ -37,59 +72,99 @@ def both(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactor
     fast, exact = (Served(InterpreterRunner(program, mode=mode), None, vocabulary) for mode in ("fast", "exact"))
     text, rng = read_held_out(request.param, 400), random.Random(3)
     requests = []
-    for start in range(37, 400 - 24, 42):
+    for n, sampling in enumerate(SAMPLINGS * 2):
+        start = 37 + 20 * n
         prompt = text[: rng.choice([0, 16, 37])] + text[start : start + rng.randrange(1, 24)]
-        requests.append(Request(input_ids=tuple(prompt), max_tokens=rng.randrange(8, 24)))
-    return Both(fast, exact, requests)
+        requests.append(
+            Request(
+                input_ids=tuple(prompt),
+                max_tokens=rng.randrange(8, 24),
+                sampling=sampling,
+                num_return_sequences=1 if sampling.seed != 3 else 1 + n // len(SAMPLINGS),
+            )
+        )
+    return Both(request.param, fast, exact, requests)
 
 
 def take(handles: Sequence[Handle]) -> list[Answer]:
-    return [(handle.request, tuple(handle.result(0).outputs[0].tokens)) for handle in handles]
-
-
-def judge(exact: Served, answers: Sequence[Answer]) -> tuple[int, int]:
-    """Of the answers' tokens, how many are not exact mode's after the same history: in all, and where the best two
-    logits [V] are FAST_MARGIN standard deviations apart or more."""
-    executor = exact.executor(reuse_blocks=False)
-    handles = [
-        executor.submit(
-            replace(request, input_ids=(*request.input_ids, *tokens), max_tokens=1, return_context_logits=True)
-        )
-        for request, tokens in answers
+    return [
+        Answer(replace(handle.request, priority=Priority.P1), index, tuple(output.tokens))
+        for handle in handles
+        for index, output in enumerate(handle.result(0).outputs)
     ]
+
+
+def judge(exact: Served, answers: Sequence[Answer]) -> Verdict:
+    executor = exact.executor(reuse_blocks=False)
+    handles = [executor.submit(_read_again(answer)) for answer in answers]
     drain(executor)
-    exceptions = faults = 0
-    for (request, tokens), handle in zip(answers, handles, strict=True):
+    verdict = Verdict()
+    for answer, handle in zip(answers, handles, strict=True):
         logits = handle.result(0).context_logits
         assert logits is not None
-        rows = logits[len(request.input_ids) - 1 : -1]
-        best, second = rows.topk(2).values.unbind(-1)
-        other = rows.argmax(-1) != torch.tensor(tokens)
-        clear = best - second >= FAST_MARGIN * rows.std(-1)
-        exceptions += int(other.sum())
-        faults += int((other & clear).sum())
-    return exceptions, faults
+        prompt, sampling = list(answer.request.input_ids), answer.request.sampling
+        for step, (row, token) in enumerate(zip(logits[len(prompt) - 1 : -1], answer.tokens, strict=True)):
+            history, place = [*prompt, *answer.tokens[:step]], (sampling.seed or 0, answer.index)
+            chosen = sample_slowly(row.numpy(), sampling, history, len(prompt), seed=place[0], index=place[1])
+            (uniform,) = draw_uniforms(*(np.array([number], np.uint64) for number in (*place, step)))
+            # The margin is between two logits, which may be off to both sides.
+            possible = find_possible(row.numpy(), sampling, uniform, FAST_MARGIN / 2 * float(row.std()))
+            assert chosen is not None and possible[chosen]
+            verdict.tokens += 1
+            verdict.exceptions += token != chosen
+            verdict.faults += not possible[token]
+    return verdict
 
 
+def _read_again(answer: Answer) -> Request:
+    """What shows the logits before each of its tokens."""
+    return Request(input_ids=(*answer.request.input_ids, *answer.tokens), max_tokens=1, return_context_logits=True)
+
+
+@pytest.fixture(scope="module")
+def mixed(both: Both) -> list[Answer]:
+    """What fast mode answers, all mixes together."""
+    return list(dict.fromkeys(a for seed in range(MIXES) for a in take(run_mix(both.fast, both.requests, seed))))
+
+
+@pytest.mark.parametrize("kind", MOST)
 def test_in_any_mix_the_tokens_are_exact_modes_but_for_near_ties(
-    both: Both, record_property: Callable[[str, object], None]
+    both: Both, mixed: list[Answer], kind: str, record_property: Callable[[str, object], None]
 ) -> None:
-    mixes = [answer for seed in range(MIXES) for answer in take(run_mix(both.fast, both.requests, seed))]
-    answers = list(dict.fromkeys((replace(request, priority=Priority.P1), tokens) for request, tokens in mixes))
-    exceptions, faults = judge(both.exact, answers)
-    count = sum(len(tokens) for _, tokens in answers)
-    record_property("exceptions", f"{exceptions} of {count} tokens")
-    print(f"{exceptions} of {count} tokens of {len(answers)} answers are not exact mode's")
-    assert {request.input_ids for request, _ in answers} == {request.input_ids for request in both.requests}
-    assert faults == 0
-    assert exceptions <= MOST * count
+    greedy = kind == "greedy"
+    answers = [answer for answer in mixed if answer.request.sampling.is_greedy is greedy]
+    verdict = judge(both.exact, answers)
+    record_property("verdict", str(verdict))
+    print(f"{len(answers)} answers: {verdict}")
+    asked = {request.input_ids for request in both.requests if request.sampling.is_greedy is greedy}
+    assert len({answer.request.input_ids for answer in answers}) > 0.8 * len(asked)
+    assert verdict.exceptions <= MOST[kind] * verdict.tokens
+    assert verdict.faults <= (0 if greedy else MOST_FAULTS[both.name] * verdict.tokens)
 
 
 def test_a_token_that_is_not_exact_modes_is_found(both: Both) -> None:
     """Exact mode's own are none; another token in the place of each answer's last is, near tie or not."""
     answers = take(run_mix(both.exact, both.requests, 0))
-    assert judge(both.exact, answers) == (0, 0)
-    changed = [(request, (*tokens[:-1], (tokens[-1] + 1) % both.exact.vocabulary)) for request, tokens in answers]
-    exceptions, faults = judge(both.exact, changed)
-    assert exceptions == len(answers)
-    assert faults > len(answers) / 2  # where the best token was a clear one
+    verdict = judge(both.exact, answers)
+    assert (verdict.exceptions, verdict.faults) == (0, 0)
+    changed = [
+        replace(answer, tokens=(*answer.tokens[:-1], (answer.tokens[-1] + 1) % both.exact.vocabulary))
+        for answer in answers
+    ]
+    verdict = judge(both.exact, changed)
+    assert verdict.exceptions == len(answers)
+    assert verdict.faults > len(answers) / 2  # where the choice was a clear one
+
+
+def test_tokens_that_another_seed_draws_are_found(both: Both) -> None:
+    """Where two seeds draw different tokens, the borders tell most of them apart."""
+    drawn = [replace(r, num_return_sequences=1) for r in both.requests if not r.sampling.is_greedy]
+    other = [replace(r, sampling=replace(r.sampling, seed=100 + n)) for n, r in enumerate(drawn)]
+    executor = both.exact.executor(reuse_blocks=False)
+    handles = [executor.submit(request) for request in other]
+    drain(executor)
+    answers = [replace(answer, request=request) for answer, request in zip(take(handles), drawn, strict=True)]
+    verdict = judge(both.exact, answers)
+    print(verdict)
+    assert verdict.exceptions > verdict.tokens / 3
+    assert verdict.faults > verdict.exceptions / 2

@@ -1,7 +1,5 @@
 """What the emitted repository answers in a real tritonserver, against generation without server or scheduler."""
 
-import concurrent.futures
-import http.client
 import json
 import re
 import threading
@@ -13,12 +11,13 @@ import numpy as np
 import pytest
 import torch
 from transformers import AutoModelForCausalLM, AutoTokenizer
-from tritonclient.grpc import InferenceServerClient, InferInput
+from tritonclient.grpc import InferenceServerClient
 
 from pipeline.runtime.errors import ServingError
 from pipeline.triton.client import Client, ask_all
 from pipeline.triton.control import GUARD
 from pipeline.triton.query import Query
+from tests.serving.asking import make_inputs, text_of, tokens_of
 
 PROMPTS = [[5, 6, 7, 8, 9], [40, 41], list(range(60, 100)), [3], [9, 9, 9, 200, 300]]
 QUIET = {"end_id": -1}  # random weights end an answer at any place
@@ -111,17 +110,6 @@ def test_log_probs(served, client):
     assert answer.log_probs == pytest.approx(wanted, abs=2e-3)
 
 
-def make_inputs(tensors):
-    kinds = {"i": "INT32", "b": "BOOL", "f": "FP32", "O": "BYTES", "u": "UINT64"}
-    inputs = []
-    for name, array in tensors.items():
-        array = np.asarray(array)
-        tensor = InferInput(name, list(array.shape), kinds[array.dtype.kind])
-        tensor.set_data_from_numpy(array)
-        inputs.append(tensor)
-    return inputs
-
-
 def raw(url, model, tensors, *, request_id="", parameters=None, on_response=None):
     """Every response of one request as arrays, over tritonclient itself; `on_response` is called after each."""
     done, responses, errors = threading.Event(), [], []
@@ -148,24 +136,6 @@ def raw(url, model, tensors, *, request_id="", parameters=None, on_response=None
     client.stop_stream()
     client.close()
     return responses, errors
-
-
-def tokens_of(prompt, max_tokens, **others):
-    return {
-        "input_ids": np.array([prompt], np.int32),
-        "input_lengths": np.array([[len(prompt)]], np.int32),
-        "request_output_len": np.array([[max_tokens]], np.int32),
-        **{name: np.array(value) for name, value in others.items()},
-    }
-
-
-def text_of(text, max_tokens, **others):
-    return {
-        "text_input": np.array([[text.encode()]], np.object_),
-        "max_tokens": np.array([[max_tokens]], np.int32),
-        "end_id": np.array([[-1]], np.int32),
-        **{name: np.array(value) for name, value in others.items()},
-    }
 
 
 def test_a_whole_answer_has_the_prompt_first_unless_told(url, expected):
@@ -282,93 +252,7 @@ def test_generate_over_http(server, client):
     assert "".join(texts) == whole
 
 
-# Cancelling
-
-
-class EnoughError(Exception):
-    pass
-
-
-def cancel_after(client, query, count):
-    seen = []
-
-    def look(text):
-        seen.append(text)
-        if len(seen) >= count:
-            raise EnoughError
-
-    with pytest.raises(EnoughError):
-        client.ask(query, on_text=look, timeout=60)
-
-
-def events(server, kind):
-    return read_metrics(server)["nv_trt_llm_request_events", kind]
-
-
-def until_cancelled(server, act, tries=20):
-    """A model so small may have said all of its 240 tokens before it hears that nobody listens: then once more."""
-    for _ in range(tries):
-        before = events(server, "cancelled")
-        act()
-        if wait_for(lambda: events(server, "cancelled") == before + 1, 4.0):  # noqa: B023
-            return
-    raise AssertionError(f"not one of {tries} was cancelled")
-
-
-def test_a_client_that_cancels_frees_its_blocks(server, client):
-    query = Query(text="hello", options={"max_tokens": 240, **QUIET})
-    until_cancelled(server, lambda: cancel_after(client, query, 3))
-    assert wait_for(lambda: is_idle(server))
-
-
-def test_a_client_of_the_ensemble_that_cancels_frees_its_blocks(server, url):
-    def cancel():
-        begun = threading.Event()
-        with InferenceServerClient(url) as client:
-            client.start_stream(lambda result, error: begun.set())
-            client.async_stream_infer("ensemble", make_inputs(text_of("hello", 240, stream=[[True]])))
-            assert begun.wait(60)
-            client.stop_stream(cancel_requests=True)
-
-    until_cancelled(server, cancel)
-    assert wait_for(lambda: is_idle(server))
-
-
-@pytest.mark.parametrize("model", ["tensorrt_llm_bls", "ensemble"])
-def test_a_client_that_goes_away_over_http_frees_its_blocks(server, model):
-    request = {"text_input": "hello", "max_tokens": 240, "end_id": -1, "stream": True}
-
-    def go_away():
-        connection = http.client.HTTPConnection("127.0.0.1", server.addresses.http, timeout=60)
-        connection.request("POST", f"/v2/models/{model}/generate_stream", json.dumps(request))
-        answer = connection.getresponse()
-        answer.readline()
-        answer.close()
-        connection.close()
-
-    until_cancelled(server, go_away)
-    assert wait_for(lambda: is_idle(server))
-
-
-@pytest.mark.parametrize("model", ["tensorrt_llm", "ensemble"])
-def test_stop_ends_the_request_of_the_same_id(server, url, model):
-    counts = []
-    whole, tokens = text_of("a", 240, stream=[[True]]), tokens_of([5], 240, streaming=[[True]])
-
-    def stop():
-        begun = threading.Event()
-        with concurrent.futures.ThreadPoolExecutor(1) as pool:
-            tensors = tokens if model == "tensorrt_llm" else whole
-            running = pool.submit(raw, url, model, tensors, request_id="to-be-stopped", on_response=begun.set)
-            assert begun.wait(60)
-            stopping = tokens_of([1], 1, stop=[[True]])
-            assert raw(url, "tensorrt_llm", stopping, request_id="to-be-stopped") == ([], [])
-            responses, errors = running.result(60)
-        assert errors == []
-        counts.append(len(responses))  # none is without a token
-
-    until_cancelled(server, stop)
-    assert counts[-1] < 240
+# What is wrong or late
 
 
 def test_a_request_that_takes_too_long_is_told_so(url):
@@ -377,9 +261,6 @@ def test_a_request_that_takes_too_long_is_told_so(url):
     )
     assert errors == ["timeout_ms is over; the tokens until then were sent"]
     assert sum(response["output_ids"].shape[2] for response in responses) < 240
-
-
-# What is wrong
 
 
 @pytest.mark.parametrize(

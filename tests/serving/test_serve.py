@@ -22,7 +22,7 @@ from tritonclient.grpc import InferenceServerClient
 from tritonclient.http import InferenceServerClient as HttpClient
 from tritonclient.utils import InferenceServerException
 
-from tests.serving.test_answers import make_inputs, text_of, tokens_of
+from tests.serving.asking import make_inputs, text_of, tokens_of
 
 TRTSEEK = str(Path(sys.executable).with_name("trtseek"))
 URL = r"gRPC at (\S+), HTTP at (\S+), metrics at (\S+)"

@@ -22,14 +22,13 @@ from trtseek_text import (
     Tokenizer,
     end_quickly,
     is_draining,
+    poll_seconds,
     read_flag,
     read_parameters,
     resolve_path,
 )
 
 FINAL = pb_utils.TRITONSERVER_RESPONSE_COMPLETE_FINAL
-# Asking whether a client has gone is a round trip of 50 microseconds: at most 5 % of a core goes into it.
-POLL_S, POLL_PER_STREAM_S = 0.03, 0.001
 
 
 class TritonPythonModel:
@@ -128,7 +127,7 @@ class TritonPythonModel:
 
     def _watch(self) -> None:
         count = 0
-        while not self._closed.wait(max(POLL_S, POLL_PER_STREAM_S * count)):
+        while not self._closed.wait(poll_seconds(count)):
             with self._lock:
                 streams = list(self._streams.items())
             count = len(streams)

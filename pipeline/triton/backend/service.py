@@ -8,7 +8,7 @@ from collections.abc import Callable, Mapping
 from functools import partial
 from typing import TYPE_CHECKING, Any
 
-from model_repo.trtseek_text import DRAINING, is_draining
+from model_repo.trtseek_text import DRAINING, is_draining, poll_seconds
 from pipeline.errors import TrtseekError
 from pipeline.runtime.errors import RequestError, ServingError, ShutdownError
 from pipeline.runtime.executor import Executor, ExecutorSettings
@@ -27,9 +27,6 @@ if TYPE_CHECKING:
     from pipeline.triton.backend.responses import Arrays
     from pipeline.triton.backend.senders import Sender
 
-# Asking whether a client has gone is a round trip of 50 microseconds: so often that it takes 5 % of a core at most,
-# and no oftener than a step of a few tokens takes.
-POLL_S, POLL_PER_REPLY_S = 0.03, 0.001
 PUBLISH_S = 0.5
 # Triton gives a model's process so long to end; requests in flight have ended before, or the server was told to hurry.
 CLOSE_S = 5.0
@@ -178,7 +175,7 @@ class Service:
             if now - published >= PUBLISH_S:
                 self.metrics.publish()
                 published = now
-            if self._closed.wait(max(POLL_S, POLL_PER_REPLY_S * len(replies))):
+            if self._closed.wait(poll_seconds(len(replies))):
                 return
 
 
