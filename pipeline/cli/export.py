@@ -45,18 +45,31 @@ def command(checkpoint: Path, format: str, output: Path, others: str, asymmetric
     gguf                llama.cpp
     """
     from pipeline.checkpoint.folder import CheckpointFolder
+    from pipeline.cli.source import check_calibration
+    from pipeline.config.compatibility import check_quantize
     from pipeline.config.load import load_config
     from pipeline.exports.formats import export_checkpoint
     from pipeline.progress import make_reporter
     from pipeline.stages.disk import explain_disk_errors
 
-    settings = load_config(asymmetric).stages.quantize if asymmetric is not None else None
+    config = load_config(asymmetric) if asymmetric is not None else None
+    engine = CheckpointFolder.open(_find(checkpoint))
+    if config is not None:
+        check_quantize(config, engine.architecture)
+        check_calibration(config, engine.path)
     reporter = make_reporter()
     reporter.begin("export")
-    engine = CheckpointFolder.open(_locate(checkpoint))
     try:
         with explain_disk_errors(output, only_under=output.parent):
-            report = export_checkpoint(engine, output, format, others=others, asymmetric=settings, progress=reporter)
+            report = export_checkpoint(
+                engine,
+                output,
+                format,
+                others=others,
+                asymmetric=config.stages.quantize if config is not None else None,
+                locate=config.locate if config is not None else str,
+                progress=reporter,
+            )
     except StoreError as error:
         hint = "nothing was left there: name another --output, or mend this one, and export again"
         raise StoreError(error.message, hint=hint) from error
@@ -67,7 +80,7 @@ def command(checkpoint: Path, format: str, output: Path, others: str, asymmetric
     click.echo(output)
 
 
-def _locate(path: Path) -> Path:
+def _find(path: Path) -> Path:
     """A run's last checkpoint, or `path` itself."""
     if not (path / RUN).is_file():
         return path

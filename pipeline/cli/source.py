@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING
 from pipeline.errors import CheckpointError, ConfigError
 
 if TYPE_CHECKING:
-    from collections.abc import Sequence
+    from collections.abc import Mapping, Sequence
     from pathlib import Path
 
     from pipeline.checkpoint.checked_headers import CheckedHeaders
@@ -66,16 +66,36 @@ def _check_model(config: Config) -> None:
 
 
 def _check_texts(config: Config) -> None:
-    """The text files that the stages will read are there, and are text; tasks are tasks; transcripts have
-    a template."""
-    quantize, verify = config.stages.quantize, config.stages.verify
-    texts: dict[str, Sequence[Path]] = {"stages.verify.heldout.files": verify.heldout.files}
-    if quantize.measures:
-        calibration: Sequence[Path] = [file.path for file in quantize.calibration.files]
-        texts = {"stages.quantize.calibration.files": calibration, **texts}
-    texts["stages.verify.tasks"] = verify.tasks
-    if (measured := quantize.sensitivity.file) is not None:
-        texts["stages.quantize.sensitivity.file"] = [measured]
+    """The text files that the stages will read are there, and are text; tasks are tasks."""
+    check_calibration(config, config.model.path)
+    verify, measured = config.stages.verify, config.stages.quantize.sensitivity.file
+    texts = {"stages.verify.heldout.files": verify.heldout.files, "stages.verify.tasks": verify.tasks}
+    if measured is not None:
+        texts["stages.quantize.sensitivity.file"] = (measured,)
+    _check_files(config, texts)
+    if verify.tasks:
+        from pipeline.evaluation.tasks import read_tasks
+
+        read_tasks(verify.tasks, setting="stages.verify.tasks")
+
+
+def check_calibration(config: Config, model: Path) -> None:
+    """The calibration text that quantizing will read is there, and is text (ConfigError); where it is transcripts, the
+    folder `model` has a template for them (QuantizationError)."""
+    quantize = config.stages.quantize
+    if not quantize.measures:
+        return
+    from pipeline.quantization.chat import ChatTemplate
+    from pipeline.quantization.documents import Documents
+
+    files = quantize.calibration.files
+    _check_files(config, {"stages.quantize.calibration.files": [file.path for file in files]})
+    template = ChatTemplate(model)
+    if any(Documents(file, template).format == "chat" for file in files):
+        template.check()
+
+
+def _check_files(config: Config, texts: Mapping[str, Sequence[Path]]) -> None:
     for key, files in texts.items():
         for file in files:
             if file.is_file():
@@ -84,17 +104,6 @@ def _check_texts(config: Config) -> None:
                 continue
             what = "is not a file" if file.exists() else "there is no such file"
             raise ConfigError(f"{config.locate(key)}: {file}: {what}", hint=_suggest_path(file, folders=False))
-    if quantize.measures:
-        from pipeline.quantization.chat import ChatTemplate
-        from pipeline.quantization.documents import Documents
-
-        template = ChatTemplate(config.model.path)
-        if any(Documents(file, template).format == "chat" for file in quantize.calibration.files):
-            template.check()
-    if verify.tasks:
-        from pipeline.evaluation.tasks import read_tasks
-
-        read_tasks(verify.tasks, setting="stages.verify.tasks")
 
 
 def _find_problem(file: Path) -> str | None:

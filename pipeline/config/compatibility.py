@@ -37,6 +37,14 @@ ALL_RULES: tuple[Rule, ...] = (
     *TENSORRT_LLM_BUILD_RULES,
     *TENSORRT_LLM_SERVING_RULES,
 )
+# Of them, those about quantizing alone, whatever is built of it.
+QUANTIZE_RULES = (
+    "exclude_matches",
+    "something_to_quantize",
+    "group_divides_something",
+    "recipe_matches",
+    "calibration_within_context",
+)
 
 
 def check_compatibility(
@@ -51,6 +59,12 @@ def check_compatibility(
     _refuse(ALL_RULES, case)
     notes = (rule.find(case) for rule in NOTES)
     return tuple(note for note in notes if note)
+
+
+def check_quantize(config: Config, architecture: Architecture) -> None:
+    """Refuses what `stages.quantize` cannot do with a model (CompatibilityError), for what no engine is built of."""
+    case = Case(config=config, architecture=architecture, tensors={})
+    _refuse((rule for rule in ALL_RULES if rule.name in QUANTIZE_RULES), case)
 
 
 def _refuse(rules: Iterable[Rule], case: Case) -> None:

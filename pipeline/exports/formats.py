@@ -87,16 +87,18 @@ def export_checkpoint(
     *,
     others: str = REFUSE,
     asymmetric: Quantize | None = None,
+    locate: Callable[[str], str] = str,
     progress: Progress = SILENT,
 ) -> ExportReport:
     """Writes an engine checkpoint into the new folder `output`, which appears whole or not at all.
 
     `others`: what to do with linears that the format cannot hold exactly, "refuse" or "16bit". `asymmetric`: AWQ only,
-    of an unquantized checkpoint: quantize it so, with zero points. Raises CheckpointError, CompatibilityError, naming
-    the linear, ConfigError for what goes with no such format, and what quantizing raises.
+    of an unquantized checkpoint: quantize it so, with zero points; `locate`: how messages name a key of its config.
+    Raises CheckpointError, CompatibilityError, naming the linear, ConfigError for what goes with no such format, and
+    what quantizing raises.
     """
     _check(format, others, asymmetric)
-    zeros = choose_zero_points(asymmetric) if asymmetric is not None else None
+    zeros = choose_zero_points(asymmetric, locate) if asymmetric is not None else None
     if output.resolve().is_relative_to(engine.path.resolve()):
         raise CheckpointError(f"{output} is within {engine.path}, which is exported", hint="name a folder beside it")
     if format == GGUF:
@@ -108,7 +110,7 @@ def export_checkpoint(
     row = FOLDERS[format]
     others = WIDEN if row.widens else others
     if zeros is not None and others == REFUSE:
-        check_group_size(engine, zeros)
+        check_group_size(engine, zeros, locate)
     with (
         new_folder(output) as folder,
         quantize_draft(engine, folder, zeros, progress) if zeros else nullcontext(engine) as stored,

@@ -10,7 +10,7 @@ from pipeline.errors import ConfigError
 from pipeline.quantization.selection import HEAD, NONE, WITH_ZEROS
 
 if TYPE_CHECKING:
-    from collections.abc import Iterator
+    from collections.abc import Callable, Iterator
     from pathlib import Path
 
     from pipeline.checkpoint.folder import CheckpointFolder
@@ -20,20 +20,30 @@ if TYPE_CHECKING:
 DRAFT = "draft"
 
 
-def choose_zero_points(settings: Quantize) -> Quantize:
-    """A config's `stages.quantize` with the asymmetric variants of its methods.
+def choose_zero_points(settings: Quantize, locate: Callable[[str], str] = str) -> Quantize:
+    """A config's `stages.quantize` with the asymmetric variants of its methods. `locate`: how messages name a key.
 
     Raises ConfigError for methods that have none, a recipe that is yet to be solved for, and a quantized head."""
-    methods = {settings.method, *(row.method for row in settings.recipe.rows)}
-    if settings.recipe.auto or (unfit := methods - {NONE, *WITH_ZEROS}):
-        what = "recipe: auto" if settings.recipe.auto else f"method {min(unfit)}"
+    wishes = {"method": settings.method} | {
+        f"recipe.rows.{i}.method": row.method for i, row in enumerate(settings.recipe.rows)
+    }
+    unfit = {key: method for key, method in wishes.items() if method not in (NONE, *WITH_ZEROS)}
+    if settings.recipe.auto:
+        unfit = {"recipe": "auto"}
+    elif set(wishes.values()) == {NONE}:
+        unfit = {"method": NONE}
+    if unfit:
         raise ConfigError(
-            f"stages.quantize: {what} has no variant with zero points",
+            "\n".join(
+                f"{locate(f'stages.quantize.{key}')}: {what} has no variant with zero points"
+                for key, what in unfit.items()
+            ),
             hint=f"methods that have: {', '.join(WITH_ZEROS)}",
         )
     if settings.rules.head_method != NONE:
+        key = "stages.quantize.include" if HEAD in settings.include else "stages.quantize.recipe"
         raise ConfigError(
-            "stages.quantize: lm_head would have zero points, and readers of the format take an output head of 16 bits",
+            f"{locate(key)}: lm_head would have zero points, and readers of the format take an output head of 16 bits",
             hint=f"leave {HEAD} out of include, and lm_head out of recipe",
         )
     rows = tuple(row.model_copy(update={"method": WITH_ZEROS.get(row.method, NONE)}) for row in settings.recipe.rows)
@@ -46,7 +56,7 @@ def choose_zero_points(settings: Quantize) -> Quantize:
     )
 
 
-def check_group_size(engine: CheckpointFolder, settings: Quantize) -> None:
+def check_group_size(engine: CheckpointFolder, settings: Quantize, locate: Callable[[str], str] = str) -> None:
     """Raises ConfigError where linears would have groups of several sizes, before hours of work: the format has one."""
     from pipeline.checkpoint.layouts import layout_for
     from pipeline.quantization.rules import choose_linears
@@ -56,7 +66,7 @@ def check_group_size(engine: CheckpointFolder, settings: Quantize) -> None:
     if len(sizes) > 1:
         found = ", ".join(f"{size} ({name})" for size, name in sorted(sizes.items(), key=str))
         raise ConfigError(
-            f"stages.quantize: groups would be of several sizes: {found}; the format has one",
+            f"{locate('stages.quantize.group_size')}: groups would be of several sizes: {found}; the format has one",
             hint="set stages.quantize.group_size to the smallest, or export with --others 16bit",
         )
 

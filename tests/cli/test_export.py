@@ -79,6 +79,49 @@ def test_zero_points_as_a_config_says(tmp_path: Path) -> None:
     assert json.loads((tmp_path / "out/config.json").read_text())["quantization_config"]["group_size"] == 64
 
 
+CALIBRATION = "calibration: {files: [text.txt], samples: 8, length: 32}"
+
+
+@pytest.mark.parametrize(
+    ("settings", "line", "told"),
+    [
+        ("method: gptq", 5, "stages.quantize.method: gptq has no variant with zero points"),
+        ("method: none", 5, "stages.quantize.method: none has no variant with zero points"),
+        ("method: awq\n    recipe: [{pattern: '*.fc', method: int8}]", 6, "recipe.rows.0.method: int8 has no variant"),
+        ("recipe: auto\n    budget: {kl: 0.1}", 5, "stages.quantize.recipe: auto has no variant with zero points"),
+        ("include: [mlp, head]", 5, "stages.quantize.include: lm_head would have zero points"),
+        ("recipe: [{pattern: lm_head, method: rtn}]", 5, "stages.quantize.recipe: lm_head would have zero points"),
+        ("exclude: [nothing.*]", 5, "stages.quantize.exclude: nothing.* matches no linear of the model"),
+        ("recipe: [{pattern: 'x.*', method: rtn}]", 5, "stages.quantize.recipe: x.* matches no linear of the model"),
+        ("include: [experts]", 5, "stages.quantize.include: no linear is left to quantize"),
+        ("calibration: {files: [none.txt]}", 5, "stages.quantize.calibration.files: none.txt: there is no such file"),
+        ("calibration: {files: [empty.txt]}", 5, "stages.quantize.calibration.files: empty.txt is empty"),
+        ("calibration: {files: [text.txt], length: 4096}", 5, "calibration.length 4096 is more than the model's"),
+        (
+            "group_size: 128\n    include: [mlp, attention_input]",
+            5,
+            "stages.quantize.group_size: groups would be of several sizes: 128 ",
+        ),
+    ],
+)
+def test_what_a_config_cannot_ask_for_is_told_with_its_line(
+    settings: str, line: int, told: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """As `validate` tells it, of a model of hidden size 128 and an MLP 192 wide."""
+    support.convert("llama", tmp_path, hidden_size=128, intermediate_size=192)
+    monkeypatch.chdir(tmp_path)
+    support.write_text(Path("text.txt"))
+    Path("empty.txt").touch()
+    more = "" if "calibration:" in settings else f"    {CALIBRATION}\n"
+    Path("zeros.yaml").write_text(
+        f"model: {{path: hf}}\ntarget: {{gpu: A100-80GB}}\nstages:\n  quantize:\n    {settings}\n{more}"
+    )
+    with pytest.raises((ConfigError, CompatibilityError)) as caught:
+        run("engine", "--format", "awq", "--asymmetric", "zeros.yaml", "--output", "out")
+    assert caught.value.message.startswith(f"zeros.yaml:{line}: ") and told in caught.value.message
+    assert not Path("out").exists()
+
+
 def test_the_choices_are_the_tables() -> None:
     assert set(FORMATS) == set(NAMES)
     assert set(OTHERS) == {REFUSE, WIDEN}

@@ -213,8 +213,9 @@ def test_nothing_is_rounded_twice(tmp_path: Path) -> None:
 @pytest.mark.parametrize(
     ("changes", "what"),
     [
-        ({"method": "gptq"}, "method gptq"),
-        ({"recipe": Recipe(rows=(RecipeRow(pattern="*", method="int8"),))}, "method int8"),
+        ({"method": "gptq"}, "method: gptq"),
+        ({"method": "none"}, "method: none"),
+        ({"recipe": Recipe(rows=(RecipeRow(pattern="*", method="int8"),))}, r"recipe\.rows\.0\.method: int8"),
         ({"recipe": Recipe(auto=True)}, "recipe: auto"),
     ],
 )
