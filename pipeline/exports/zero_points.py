@@ -27,7 +27,7 @@ def choose_zero_points(settings: Quantize, locate: Callable[[str], str] = str) -
     wishes = {"method": settings.method} | {
         f"recipe.rows.{i}.method": row.method for i, row in enumerate(settings.recipe.rows)
     }
-    unfit = {key: method for key, method in wishes.items() if method not in (NONE, *WITH_ZEROS)}
+    unfit: dict[str, str] = {key: method for key, method in wishes.items() if method not in (NONE, *WITH_ZEROS)}
     if settings.recipe.auto:
         unfit = {"recipe": "auto"}
     elif set(wishes.values()) == {NONE}:
