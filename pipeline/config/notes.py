@@ -60,7 +60,8 @@ def _note_stripped(case: Case) -> str | None:
 
 
 def _note_plugins(case: Case) -> str | None:
-    plugins = [name for name, lowering in case.build.lowering.model_dump().items() if lowering == "plugin"]
+    lowering, idle = case.build.lowering, () if case.architecture.experts else ("moe_experts", "moe_all_to_all")
+    plugins = [name for name, how in lowering.model_dump().items() if how == "plugin" and name not in idle]
     if not plugins:
         return None
     return f"{', '.join(plugins)}: engine.json says whether these plugins' kernels have passed on an SM{case.gpu.sm}"

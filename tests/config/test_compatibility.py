@@ -329,6 +329,12 @@ def test_models(rule, settings, broken, kept, message):
     assert find(rule, make_case(settings, V2_LITE, **kept)) is None
 
 
+def test_no_plugin_is_spoken_of_that_the_model_has_no_place_for():
+    every = {LOWERING: dict.fromkeys(("paged_attention", "moe_experts", "moe_all_to_all"), "plugin")}
+    assert find("plugins_are_new", make_case(every)).startswith("paged_attention: engine.json")
+    assert find("plugins_are_new", make_case(every, V2_LITE)).startswith("paged_attention, moe_experts, moe_all")
+
+
 def test_every_rule_has_a_test():
     tested = {row[0] for row in (*SETTINGS, *MODELS)} | {"backend_of_gpu", "smaller_groups", "fp8_saves_memory"}
     assert tested == {rule.name for rule in (*RULES, *RECIPE_RULES, *NOTES)}
