@@ -28,6 +28,16 @@ settings.register_profile("steady", deadline=None, derandomize=True)
 settings.load_profile("steady")
 
 
+# What a slow test may take; pyproject.toml's timeout is for the others. Theirs is minutes of two idle cores.
+SLOW_S = 1800
+
+
+def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
+    for item in items:
+        if item.get_closest_marker("slow") is not None and item.get_closest_marker("timeout") is None:
+            item.add_marker(pytest.mark.timeout(SLOW_S))
+
+
 @pytest.fixture(scope="session", autouse=True)
 def no_kernel_has_passed(tmp_path_factory: pytest.TempPathFactory) -> Iterator[None]:
     """What a config says nothing of is native, whatever plugins/passed.json has by now."""

@@ -1,3 +1,5 @@
+import subprocess
+import sys
 from pathlib import Path
 
 import pytest
@@ -13,6 +15,28 @@ def test_files_encode_as_transformers_does(llama_path: Path, tmp_path: Path) -> 
     expected = AutoTokenizer.from_pretrained(llama_path).encode(text, add_special_tokens=False)
     assert encode_file(llama_path / "tokenizer.json", tmp_path / "text.txt", setting="x") == expected
     assert encode_text(llama_path / "tokenizer.json", text) == expected
+
+
+PEAK = """
+import sys
+from pathlib import Path
+from benchmarks.peak import read_peak
+from pipeline.checkpoint.text import encode_file
+print(len(encode_file(Path(sys.argv[1]), Path(sys.argv[2]), setting="x")), read_peak())
+"""
+
+
+def test_memory_is_of_the_tokens(tmp_path: Path) -> None:
+    """Four times the text costs what its tokens take, about 40 bytes each, and not the library's record of each."""
+    measured = []
+    for times in (1, 4):
+        text = tmp_path / f"{times}.txt"
+        text.write_text(Path("checkpoints/text/calibration.txt").read_text(encoding="utf-8") * times, encoding="utf-8")
+        command = [sys.executable, "-c", PEAK, "checkpoints/deepseek-v2-tiny/tokenizer.json", str(text)]
+        measured.append(list(map(int, subprocess.run(command, capture_output=True, check=True).stdout.split())))
+    (few, small), (many, large) = measured
+    assert many > 3 * few
+    assert large - small < 80 * (many - few)
 
 
 def test_a_damaged_tokenizer_is_named(tmp_path: Path) -> None:
