@@ -13,6 +13,7 @@ from pipeline.interpreter import integers
 from pipeline.interpreter.graph import Graph, updates
 from pipeline.interpreter.operations import OPERATIONS, PLUGIN, Kernel, Operation, Site
 from pipeline.interpreter.plan import NOTHING, Plan, Step, bind
+from pipeline.interpreter.tape import join_native
 from plugins.registry import OPERATIONS as PLUGINS
 from plugins.registry import find_class
 
@@ -35,7 +36,7 @@ class _Compiler:
         self.graph, self.numerics, self.constants = graph, numerics, constants
         self.template: list[Any] = [None]
         self.slots: dict[tuple[str, str], int] = {}  # (tensor, form): a form is "plain", "integers" or "stored"
-        self.steps: list[tuple[Step, tuple[int, ...], tuple[int, ...], str]] = []  # step, reads, writes, layer
+        self.steps: list[Step] = []
         self.inputs = {name: self.slot(name, "plain") for name in inputs}
         self.known: dict[str, integers.Ints] = {}  # tensors that are Python integers already now
         self.integer: set[str] = set()  # tensors that are Python integers at run time
@@ -52,19 +53,19 @@ class _Compiler:
             self.add(node)
         outputs = {name: self.read(name, "plain", name) for name in self.graph.wanted}
         last: dict[int, int] = {}
-        for index, (_, reads, writes, _) in enumerate(self.steps):
-            last.update(dict.fromkeys((*reads, *writes), index))
+        for index, step in enumerate(self.steps):
+            last.update(dict.fromkeys((*step.reads, *step.writes), index))
         keep = {*outputs.values(), NOTHING, *(slot for slot, value in enumerate(self.template) if value is not None)}
-        frees: dict[int, list[int]] = {}
+        done: dict[int, list[int]] = {}
         for slot, index in last.items():
             if slot not in keep:
-                frees.setdefault(index, []).append(slot)
+                done.setdefault(index, []).append(slot)
+        steps = [replace(step, done=tuple(done.get(index, ()))) for index, step in enumerate(self.steps)]
         return Plan(
             template=tuple(self.template),
             inputs=self.inputs,
             outputs=outputs,
-            steps=tuple((step, tuple(frees.get(i, ()))) for i, (step, _, _, _) in enumerate(self.steps)),
-            layers=tuple(layer for _, _, _, layer in self.steps),
+            steps=tuple(join_native(steps, self.template, {*outputs.values()})),
         )
 
     def add(self, node: Node) -> None:
@@ -214,4 +215,5 @@ class _Compiler:
         return dict(zip((spec.name for spec in node.outputs), results, strict=True))[name]
 
     def push(self, kernel: Kernel, reads: tuple[int, ...], writes: tuple[int, ...], layer: str) -> None:
-        self.steps.append((bind(kernel, reads, writes), reads, writes, layer))
+        run = bind(kernel, reads, writes)
+        self.steps.append(Step(kernel=kernel, reads=reads, writes=writes, run=run, layers=(layer,)))

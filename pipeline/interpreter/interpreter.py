@@ -10,11 +10,11 @@ import torch
 
 from pipeline.interpreter.compiler import compile_plan
 from pipeline.interpreter.constants import Constants
-from pipeline.interpreter.errors import ExecutionError, FeedError
+from pipeline.interpreter.errors import FeedError
 from pipeline.interpreter.fusion import fuse
 from pipeline.interpreter.graph import Graph, drop_unused, updates
 from pipeline.interpreter.numerics import Mode, Numerics
-from pipeline.interpreter.plan import Plan
+from pipeline.interpreter.plan import Plan, execute
 
 if TYPE_CHECKING:
     from pipeline.network.program import Program, TensorSpec
@@ -71,15 +71,8 @@ class Interpreter:
         if len(feeds) > len(self._feeds):
             known = {spec.name for spec, *_ in self._feeds}
             raise FeedError(f"unknown inputs {', '.join(sorted(feeds.keys() - known))}")
-        position = 0
-        try:
-            with torch.inference_mode():
-                for position, (step, done) in enumerate(plan.steps):  # noqa: B007 (read below, when a step raises)
-                    step(values)
-                    for slot in done:
-                        values[slot] = None
-        except (RuntimeError, IndexError, ValueError, TypeError) as error:
-            raise ExecutionError(plan.layers[position], error) from error
+        with torch.inference_mode():
+            execute(plan.steps, values)
         return {name: values[slot] for name, slot in plan.outputs.items()}
 
     def _is_known(self, name: str, tensor: torch.Tensor) -> bool:

@@ -20,9 +20,9 @@ def compile_kernel(
 ) -> Any:
     monkeypatch.setattr(Numerics, "held", lambda *_: held)
     if not native:
-        monkeypatch.setattr(fused, "load_functions", lambda: None)
+        monkeypatch.setattr(fused, "load_library", lambda: None)
     else:
-        assert fused.load_functions() is not None, "no C compiler with OpenMP"
+        assert fused.load_library() is not None, "no C compiler with OpenMP"
     specs = [
         TensorSpec(name="q", dtype="float32", shape=(-1, heads, -1, WIDTH)),
         TensorSpec(name="k", dtype="float32", shape=(-1, kv_heads, SIZE, WIDTH)),

@@ -55,7 +55,7 @@ def wide(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> tor
 @pytest.fixture(params=["torch", "native"])
 def kernel(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch, wide: torch.dtype) -> packed.PackedKernel:
     if request.param == "torch":
-        monkeypatch.setattr(packed, "load_functions", lambda: None)
+        monkeypatch.setattr(packed, "load_library", lambda: None)
     found = packed.pick_kernel("int4", 64, OUT)
     assert found is not None and found.name == request.param, "no C compiler with OpenMP"
     return found

@@ -13,16 +13,16 @@ from pipeline.interpreter.operations import packed as kernels
 
 @pytest.fixture
 def afresh() -> Iterator[None]:
-    native.load_functions.cache_clear()
+    native.load_library.cache_clear()
     yield
-    native.load_functions.cache_clear()
+    native.load_library.cache_clear()
 
 
-def load(variant: str) -> native.Functions:
+def load(variant: str) -> native.Library:
     """In C, with this processor's instructions or with none that only x86 has."""
-    functions = native.load_functions(*(["-DPORTABLE"] if variant == "portable" else []))
-    assert functions is not None, "no C compiler with OpenMP"
-    return functions
+    library = native.load_library(*(["-DPORTABLE"] if variant == "portable" else []))
+    assert library is not None, "no C compiler with OpenMP"
+    return library
 
 
 @pytest.fixture(params=["torch", "native", "portable"])

@@ -15,10 +15,14 @@ WEIGHT = torch.linspace(0.5, 2, 64).bfloat16()
 
 
 @pytest.fixture(scope="module")
-def functions() -> native.Functions:
-    found = native.load_functions()
+def library() -> native.Library:
+    found = native.load_library()
     assert found is not None, "no C compiler with OpenMP"
     return found
+
+
+def call(library: native.Library, kernel: str, *arguments: int | None) -> None:
+    assert library.lay_out([native.Call(kernel=kernel, arguments=arguments, outputs=None)]).run() is None
 
 
 def reference(x: torch.Tensor, weight: torch.Tensor, eps: float) -> torch.Tensor:
@@ -30,13 +34,14 @@ def reference(x: torch.Tensor, weight: torch.Tensor, eps: float) -> torch.Tensor
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float32])
 @pytest.mark.parametrize("width", [1, 15, 16, 17, 64, 576, 1000])
 @pytest.mark.parametrize("rows", [1, 3])
-def test_it_rounds_where_torch_does(functions: native.Functions, rows: int, width: int, dtype: torch.dtype) -> None:
+def test_it_rounds_where_torch_does(library: native.Library, rows: int, width: int, dtype: torch.dtype) -> None:
     generator = torch.Generator().manual_seed(width)
     x = (3 * torch.randn(rows + 1, width, generator=generator)).to(dtype)
     weight = (1 + torch.randn(width, generator=generator)).to(dtype)
     y = torch.full((rows + 1, width), 7.0, dtype=dtype)
-    is_bf16 = dtype is torch.bfloat16
-    functions.rms_norm(is_bf16, x.data_ptr(), None, None, weight.data_ptr(), y.data_ptr(), 1e-3, rows, width)
+    eps = torch.tensor(1e-3)
+    memory = (x.data_ptr(), None, None, weight.data_ptr(), y.data_ptr(), eps.data_ptr())
+    call(library, "rms_norm", dtype is torch.bfloat16, *memory, rows, width, width)
     expected = reference(x[:rows], weight, 1e-3)
     assert (y[rows] == 7).all()  # nothing beyond the rows
     if dtype is torch.float32:
@@ -57,7 +62,7 @@ def network(g: Any) -> dict[str, Any]:
     return {"y": g.product("y", ratio, g.constant("weight", RawTensor.from_torch(WEIGHT[None])))}
 
 
-def test_few_rows_and_many_are_alike(functions: native.Functions, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_few_rows_and_many_are_alike(library: native.Library, monkeypatch: pytest.MonkeyPatch) -> None:
     """On either side of the number of values, also where rows do not follow one another."""
     interpreter = Interpreter(read(network), mode="fast")
     x = torch.randn(10, 128, generator=torch.Generator().manual_seed(0)).bfloat16()[:, :64]
@@ -87,7 +92,7 @@ def stream(g: Any) -> dict[str, Any]:
 def test_a_sum_and_its_norm(alone: int, native_too: bool, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(pointwise, "MOST_ALONE", alone)
     if not native_too:
-        monkeypatch.setattr(pointwise, "load_functions", lambda: None)
+        monkeypatch.setattr(pointwise, "load_library", lambda: None)
     program, generator = read(stream), torch.Generator().manual_seed(0)
     x, *added = (torch.randn(5, 128, generator=generator)[:, :64] for _ in range(3))
     found = Interpreter(program, mode="fast").run({"x": x, "added0": added[0], "added1": added[1]})
@@ -101,13 +106,14 @@ def test_a_sum_and_its_norm(alone: int, native_too: bool, monkeypatch: pytest.Mo
 
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float32])
 @pytest.mark.parametrize("width", [1, 17, 64])
-def test_the_gate_over_columns_side_by_side(functions: native.Functions, width: int, dtype: torch.dtype) -> None:
+def test_the_gate_over_columns_side_by_side(library: native.Library, width: int, dtype: torch.dtype) -> None:
     both = (20 * torch.randn(3, 2 * width + 5, generator=torch.Generator().manual_seed(width))).to(dtype)
     both[0, 0], both[1, width] = torch.nan, torch.inf
     g, u = both[:, :width], both[:, width : 2 * width]
     y = torch.full((4, width), 7.0, dtype=dtype)
     step = both.stride(0)
-    functions.gate(dtype is torch.bfloat16, g.data_ptr(), u.data_ptr(), y.data_ptr(), 3, width, step, step)
+    memory = (g.data_ptr(), u.data_ptr(), y.data_ptr())
+    call(library, "gate", dtype is torch.bfloat16, *memory, 3, width, step, step)
     expected = ((g.double() * torch.sigmoid(g.double())).to(dtype).double() * u.double()).to(dtype)
     assert (y[3] == 7).all()  # nothing beyond the rows
     tolerance = 2**-7 if dtype is torch.bfloat16 else 2**-20

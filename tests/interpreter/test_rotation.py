@@ -19,9 +19,9 @@ def compile_kernel(
 ) -> Any:
     monkeypatch.setattr(Numerics, "held", lambda *_: held)
     if not native:
-        monkeypatch.setattr(rotation, "load_functions", lambda: None)
+        monkeypatch.setattr(rotation, "load_library", lambda: None)
     else:
-        assert rotation.load_functions() is not None, "no C compiler with OpenMP"
+        assert rotation.load_library() is not None, "no C compiler with OpenMP"
     all_heads = HEADS + 2 * KV_HEADS + others
     attributes = {
         "counts": [HEADS, KV_HEADS],

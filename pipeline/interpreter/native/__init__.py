@@ -13,32 +13,75 @@ import os
 import shutil
 import subprocess
 import tempfile
-from collections.abc import Callable
+from array import array
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from pathlib import Path
+from typing import Any
 
-SOURCES = tuple(Path(__file__).with_name(name) for name in ("linear.c", "pointwise.c", "rotary.c", "attention.c"))
+import torch
+
+KERNELS = ("linear", "rms_norm", "gate", "rotate_into_cache", "attend_pages")  # in the order of calls.c
+MOST_ARGUMENTS = 16  # as in calls.c
+SOURCES = tuple(
+    Path(__file__).with_name(f"{name}.c") for name in ("calls", "linear", "pointwise", "rotary", "attention")
+)
 # No traps and no errno: nothing here reads them, and loops with a condition become vectors. NaN and infinity stay.
 FLAGS = ("-O3", "-march=native", "-fno-trapping-math", "-fno-math-errno", "-fopenmp", "-shared", "-fPIC")
 COMPILERS = ("gcc", "cc", "clang")
 SECONDS = 60
-CHECKED = ("rotate_into_cache", "attend_pages")
-_POINTER, _FLOAT, _INT, _LONG = ctypes.c_void_p, ctypes.c_float, ctypes.c_int, ctypes.c_long
-
-Function = Callable[..., None]
-Checked = Callable[..., int]  # 0, or 1 where it refused what it was given
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Functions:
-    """Those of the C files, by name; pointers are passed as integers."""
+class Call:
+    """A kernel, and the memory that it works on.
 
-    int4_linear: Function
-    int8_linear: Function
-    rms_norm: Function
-    gate: Function
-    rotate_into_cache: Checked
-    attend_pages: Checked
+    arguments: those of the struct above it in C, addresses as integers. outputs: the tensors that it fills, as the
+    node's consumers see them. scratch: bytes to work in. threads: that share the work. refusal: what it means where the
+    kernel refuses its arguments.
+    """
+
+    kernel: str
+    arguments: tuple[int | None, ...]
+    outputs: Any
+    scratch: int = 0
+    threads: int = 1
+    refusal: str = ""
+
+
+class Library:
+    """The compiled kernels."""
+
+    def __init__(self, path: Path) -> None:
+        self._run = ctypes.CDLL(str(path)).run
+        self._run.argtypes = (ctypes.c_void_p, ctypes.c_long, ctypes.c_int)
+        self._run.restype = ctypes.c_long
+
+    def lay_out(self, calls: Sequence[Call]) -> Calls:
+        return Calls(self._run, calls)
+
+
+class Calls:
+    """Calls that are made one after the other by the same threads, as often as one likes. Holds the scratch memory, not
+    inputs and outputs."""
+
+    def __init__(self, run: Callable[[int, int, int], int], calls: Sequence[Call]) -> None:
+        self._run, self._count = run, len(calls)
+        self._threads = max(call.threads for call in calls)
+        self._scratch = torch.empty(max(call.scratch for call in calls), dtype=torch.uint8)
+        words = array("q")
+        for call in calls:
+            words.extend((KERNELS.index(call.kernel), call.threads > 1, self._scratch.data_ptr()))
+            words.extend(value or 0 for value in call.arguments)
+            words.extend([0] * (MOST_ARGUMENTS - len(call.arguments)))
+        self._words = words
+
+    def run(self) -> int | None:
+        """Returns the number of the call that refused its arguments (a place or a block that is none), after which none
+        was made."""
+        address, _ = self._words.buffer_info()
+        made = self._run(address, self._count, self._threads)
+        return None if made == self._count else made
 
 
 def find_compiler() -> str | None:
@@ -48,30 +91,17 @@ def find_compiler() -> str | None:
 
 
 @functools.cache
-def load_functions(*options: str) -> Functions | None:
-    """None where they cannot be compiled here. `options`: more of the compiler's (-DPORTABLE: no
-    instruction that only x86 has)."""
+def load_library(*options: str) -> Library | None:
+    """None where the kernels cannot be compiled here. `options`: more of the compiler's (-DPORTABLE: no instruction
+    that only x86 has)."""
     compiler = find_compiler()
     if compiler is None:
         return None
     with tempfile.TemporaryDirectory() as folder:
-        library = Path(folder) / "kernels.so"
-        command = [compiler, *FLAGS, *options, "-o", str(library), *map(str, SOURCES), "-lm"]
+        path = Path(folder) / "kernels.so"
+        command = [compiler, *FLAGS, *options, "-o", str(path), *map(str, SOURCES), "-lm"]
         try:
             subprocess.run(command, check=True, capture_output=True, timeout=SECONDS)
-            loaded = ctypes.CDLL(str(library))
+            return Library(path)
         except (OSError, subprocess.SubprocessError):
             return None  # another compiler, or no OpenMP
-    linear = [_INT, *[_POINTER] * 3, _INT, *[_POINTER] * 2, *[_LONG] * 4, _INT]
-    arguments = {
-        "int4_linear": linear,
-        "int8_linear": linear,
-        "rms_norm": [_INT, *[_POINTER] * 5, _FLOAT, *[_LONG] * 2],
-        "gate": [_INT, *[_POINTER] * 3, *[_LONG] * 4],
-        "rotate_into_cache": [_INT, _INT, *[_POINTER] * 7, *[_LONG] * 7, _INT],
-        "attend_pages": [_INT, *[_POINTER] * 7, *[_LONG] * 8, _INT],
-    }
-    functions = {name: getattr(loaded, name) for name in arguments}
-    for name, function in functions.items():
-        function.argtypes, function.restype = arguments[name], _INT if name in CHECKED else None
-    return Functions(**functions)

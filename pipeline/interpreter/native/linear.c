@@ -11,6 +11,8 @@
 
 #include "vectors.h"
 
+#include "calls.h"
+
 enum {
     PART = 128,    // inputs that share a unit
     TILE = 8,      // rows that are multiplied by a weight while it is in a register
@@ -130,42 +132,49 @@ INLINE tile tile_at(long row, int32_t *scratch, long parts, shape s) {
     return (tile){all.pairs + row * s.in / 2, all.units + row * parts, all.offsets + row * parts};
 }
 
-INLINE void linear(const int bits, int bf16_x, const void *x, const uint8_t *weights, const float *scales, int bf16_y,
-                   void *y, int32_t *scratch, long groups, int threads, shape s) {
-    const long parts = groups * ((s.length + PART - 1) / PART), blocks = s.out / 16;
-#pragma omp parallel for num_threads(threads) if (s.rows > TILE)
-    for (long row = 0; row < s.rows; row += TILE) {
+// x and y [rows, out]: bf16 or float. bits: 4 or 8. out: a multiple of 16; in / groups: of 8. `scratch`: rows * (in / 2 +
+// 2 * parts) integers, parts those of all groups.
+typedef struct {
+    int64_t bits, bf16_x;
+    const void *x;
+    const uint8_t *weights;
+    const float *scales;
+    int64_t bf16_y;
+    void *y;
+    int64_t rows, in, out, groups;
+} linear_arguments;
+
+INLINE void linear_shared(const int bits, const linear_arguments *a, int32_t *scratch, team all) {
+    const shape s = {a->rows, a->in, a->out, a->in / a->groups};
+    const long parts = a->groups * ((s.length + PART - 1) / PART), blocks = s.out / 16;
+    for (long row = TILE * all.me; row < s.rows; row += TILE * all.count) {
         const long count = s.rows - row < TILE ? s.rows - row : TILE;
-        if (bf16_x)
-            write_tile(1, (const uint16_t *)x + row * s.in, count, s, tile_at(row, scratch, parts, s));
+        if (a->bf16_x)
+            write_tile(1, (const uint16_t *)a->x + row * s.in, count, s, tile_at(row, scratch, parts, s));
         else
-            write_tile(0, (const float *)x + row * s.in, count, s, tile_at(row, scratch, parts, s));
+            write_tile(0, (const float *)a->x + row * s.in, count, s, tile_at(row, scratch, parts, s));
     }
+    if (all.me == 0) atomic_store(&all.place->next, 0);
+    wait_for_all(all);
     // Who comes first takes the next blocks: another thread may have to be woken, which takes as long as many of them.
-    const long share = blocks / (SHARES * threads), near = share < 1 ? 1 : share < NEAR ? share : NEAR;
-#pragma omp parallel for num_threads(threads) schedule(dynamic)
-    for (long first = 0; first < blocks; first += near)
+    const long share = blocks / (SHARES * all.count), near = share < 1 ? 1 : share < NEAR ? share : NEAR;
+    for (long first; (first = near * atomic_fetch_add(&all.place->next, 1)) < blocks;)
         for (long row = 0; row < s.rows; row += TILE)
             for (long n = first; n < blocks && n < first + near; n++) {
                 const int count = s.rows - row < TILE ? (int)(s.rows - row) : TILE;
                 const tile rows = tile_at(row, scratch, parts, s);
                 float sums[TILE * 16];
-                if (bits == 4)  // a constant once more: the parallel part is a function of its own
-                    multiply(4, count, rows, s, weights + n * s.in * 8, scales + n * groups * 16, sums);
-                else
-                    multiply(8, count, rows, s, weights + n * s.in * 16, scales + n * groups * 16, sums);
+                multiply(bits, count, rows, s, a->weights + n * s.in * 2 * bits, a->scales + n * a->groups * 16, sums);
                 for (int m = 0; m < count; m++)
-                    for (int i = 0; i < 16; i++) put(bf16_y, y, (row + m) * s.out + 16 * n + i, sums[16 * m + i]);
+                    for (int i = 0; i < 16; i++) put(a->bf16_y, a->y, (row + m) * s.out + 16 * n + i, sums[16 * m + i]);
             }
 }
 
-// x and y [rows, out]: bf16 or float. out: a multiple of 16; in / groups: of 8. `scratch`: rows * (in / 2 + 2 * parts)
-// integers to work in, parts those of all groups.
-#define LINEAR(name, bits)                                                                                           \
-    void name(int bf16_x, const void *x, const uint8_t *weights, const float *scales, int bf16_y, void *y,           \
-              int32_t *scratch, long rows, long in, long out, long groups, int threads) {                            \
-        const shape s = {rows, in, out, in / groups};                                                                \
-        linear(bits, bf16_x, x, weights, scales, bf16_y, y, scratch, groups, threads, s);                            \
-    }
-LINEAR(int4_linear, 4)
-LINEAR(int8_linear, 8)
+int linear(const void *arguments, void *scratch, team all) {
+    const linear_arguments *a = arguments;
+    if (a->bits == 4)
+        linear_shared(4, a, scratch, all);
+    else
+        linear_shared(8, a, scratch, all);
+    return 0;
+}

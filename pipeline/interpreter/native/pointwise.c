@@ -3,50 +3,74 @@
 
 #include "vectors.h"
 
-INLINE void norm(const int bf16, const void *x, const void *added, void *sum, const void *weight, void *y, float eps,
-                 long rows, long width) {
-    for (long first = 0; first < rows * width; first += width) {
-        if (added) {
-#pragma omp simd
-            for (long k = first; k < first + width; k++) put(bf16, sum, k, get(bf16, x, k) + get(bf16, added, k));
-        }
-        const void *from = added ? sum : x;
-        float squares = 0;
-#pragma omp simd reduction(+ : squares)
-        for (long k = first; k < first + width; k++) squares += get(bf16, from, k) * get(bf16, from, k);
-        const float factor = 1.0f / sqrtf(squares / (float)width + eps);
-#pragma omp simd
-        for (long k = 0; k < width; k++)
-            put(bf16, y, first + k, as(bf16, get(bf16, from, first + k) * factor) * get(bf16, weight, k));
-    }
-}
+#include "calls.h"
 
 // y = round(round(x / sqrt(mean(x²) + eps)) * weight) of each row [rows, width], or of sum = round(x + added) where there
-// is something to add.
-void rms_norm(int bf16, const void *x, const void *added, void *sum, const void *weight, void *y, float eps, long rows,
-              long width) {
-    if (bf16)
-        norm(1, x, added, sum, weight, y, eps, rows, width);
-    else
-        norm(0, x, added, sum, weight, y, eps, rows, width);
+// is something to add. Rows of x lie x_step values apart, and those of `added` as well.
+typedef struct {
+    int64_t bf16;
+    const void *x, *added;
+    void *sum;
+    const void *weight;
+    void *y;
+    const float *eps;
+    int64_t rows, width, x_step;
+} norm_arguments;
+
+INLINE void norm_row(const int bf16, const norm_arguments *a, long row) {
+    const long to = row * a->width, width = a->width;
+    const void *from = a->x;
+    long first = row * a->x_step;
+    if (a->added) {
+#pragma omp simd
+        for (long k = 0; k < width; k++)
+            put(bf16, a->sum, to + k, get(bf16, a->x, first + k) + get(bf16, a->added, first + k));
+        from = a->sum, first = to;
+    }
+    float squares = 0;
+#pragma omp simd reduction(+ : squares)
+    for (long k = 0; k < width; k++) squares += get(bf16, from, first + k) * get(bf16, from, first + k);
+    const float factor = 1.0f / sqrtf(squares / (float)width + *a->eps);
+#pragma omp simd
+    for (long k = 0; k < width; k++)
+        put(bf16, a->y, to + k, as(bf16, get(bf16, from, first + k) * factor) * get(bf16, a->weight, k));
 }
 
-INLINE void gate_rows(const int bf16, const void *g, const void *u, void *y, long rows, long width, long g_step,
-                      long u_step) {
-    for (long row = 0; row < rows; row++) {
-#pragma omp simd
-        for (long k = 0; k < width; k++) {
-            const float x = get(bf16, g, row * g_step + k), power = exponential(-fabsf(x));
-            const float silu = x * ((x < 0 ? power : 1.0f) / (1.0f + power));
-            put(bf16, y, row * width + k, as(bf16, silu) * get(bf16, u, row * u_step + k));
-        }
+int rms_norm(const void *arguments, void *scratch, team all) {
+    const norm_arguments *a = arguments;
+    for (long row = all.me; row < a->rows; row += all.count) {
+        if (a->bf16)
+            norm_row(1, a, row);
+        else
+            norm_row(0, a, row);
     }
+    return 0;
 }
 
 // y [rows, width] = round(silu(g)) * u, rounded; rows of g and u lie so many values apart.
-void gate(int bf16, const void *g, const void *u, void *y, long rows, long width, long g_step, long u_step) {
-    if (bf16)
-        gate_rows(1, g, u, y, rows, width, g_step, u_step);
-    else
-        gate_rows(0, g, u, y, rows, width, g_step, u_step);
+typedef struct {
+    int64_t bf16;
+    const void *g, *u;
+    void *y;
+    int64_t rows, width, g_step, u_step;
+} gate_arguments;
+
+INLINE void gate_row(const int bf16, const gate_arguments *a, long row) {
+#pragma omp simd
+    for (long k = 0; k < a->width; k++) {
+        const float x = get(bf16, a->g, row * a->g_step + k), power = exponential(-fabsf(x));
+        const float silu = x * ((x < 0 ? power : 1.0f) / (1.0f + power));
+        put(bf16, a->y, row * a->width + k, as(bf16, silu) * get(bf16, a->u, row * a->u_step + k));
+    }
+}
+
+int gate(const void *arguments, void *scratch, team all) {
+    const gate_arguments *a = arguments;
+    for (long row = all.me; row < a->rows; row += all.count) {
+        if (a->bf16)
+            gate_row(1, a, row);
+        else
+            gate_row(0, a, row);
+    }
+    return 0;
 }

@@ -2,6 +2,8 @@
 // what the projection made. Computed in fp32, rounded once.
 #include "vectors.h"
 
+#include "calls.h"
+
 typedef struct {
     long rows, heads, kv_heads, others, width, dim;  // others: heads of x behind the values'; dim: rotated of width
 } shape;
@@ -44,19 +46,26 @@ INLINE void write_row(const int bf16, int pairs, const void *x, const float *cos
 
 // x [rows, heads + 2 kv_heads + others, width], cos and sin [rows, heads + kv_heads, dim] (of pairs cos
 // [..., dim / 2, 2] holds both), places [rows, kv_heads]: rows of the pools, which have `cached` of width. q [rows,
-// heads, width]. Returns 1, and writes nothing, where a place is none.
-int rotate_into_cache(int bf16, int pairs, const void *x, const float *cos, const float *sin, const int64_t *places,
-                      void *keys, void *values, void *q, long rows, long heads, long kv_heads, long others, long width,
-                      long dim, long cached, int threads) {
-    for (long i = 0; i < rows * kv_heads; i++)
-        if (places[i] < 0 || places[i] >= cached) return 1;
-    const shape s = {rows, heads, kv_heads, others, width, dim};
-#pragma omp parallel for num_threads(threads) schedule(static)
-    for (long row = 0; row < rows; row++) {
-        if (bf16)
-            write_row(1, pairs, x, cos, sin, places, keys, values, q, s, row);
+// heads, width]. Refused where a place is none.
+typedef struct {
+    int64_t bf16, pairs;
+    const void *x;
+    const float *cos, *sin;
+    const int64_t *places;
+    void *keys, *values, *q;
+    int64_t rows, heads, kv_heads, others, width, dim, cached;
+} rotation_arguments;
+
+int rotate_into_cache(const void *arguments, void *scratch, team all) {
+    const rotation_arguments *a = arguments;
+    for (long i = 0; i < a->rows * a->kv_heads; i++)
+        if (a->places[i] < 0 || a->places[i] >= a->cached) return 1;
+    const shape s = {a->rows, a->heads, a->kv_heads, a->others, a->width, a->dim};
+    for (long row = all.me; row < s.rows; row += all.count) {
+        if (a->bf16)
+            write_row(1, a->pairs, a->x, a->cos, a->sin, a->places, a->keys, a->values, a->q, s, row);
         else
-            write_row(0, pairs, x, cos, sin, places, keys, values, q, s, row);
+            write_row(0, a->pairs, a->x, a->cos, a->sin, a->places, a->keys, a->values, a->q, s, row);
     }
     return 0;
 }

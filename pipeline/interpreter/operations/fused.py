@@ -2,13 +2,15 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
 from typing import Any
 
 import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from pipeline.interpreter.native import load_functions
+from pipeline.interpreter.native import Call, load_library
+from pipeline.interpreter.native.kernel import NativeKernel, adapt
 from pipeline.interpreter.numerics import NATIVE, multiplied_as
 from pipeline.interpreter.operations.attention import cache_rows, mask_bias, write_rows
 from pipeline.interpreter.operations.movement import select_rows
@@ -108,45 +110,54 @@ def _attention_type(site: Site) -> torch.dtype:
 def compile_attend_pages(site: Site) -> Kernel:
     """Attention over the blocks of the cache: where each sequence has one row, in C and without copying them; else over
     a copy. Inputs: q [B, N, Q, D], the pools of keys and values, block table [B, MB], page rows, bias."""
-    held, functions = site.held(), load_functions()
+    held, library = site.held(), load_library()
     gather, attend_copies = compile_gather_pages(site), compile_attend(site)
     heads, (_, kv_heads, size, width), v_width = site.spec(0).shape[1], site.spec(1).shape, site.spec(2).shape[3]
 
     def attend(q: Tensor, keys: Tensor, values: Tensor, table: Tensor, rows: Tensor, bias: Tensor) -> Tensor:
-        if functions is None or held not in NATIVE or q.shape[2] != 1:
-            result: Tensor = attend_copies(q, gather(keys, table, rows), gather(values, table, rows), bias)
-            return result
+        result: Tensor = attend_copies(q, gather(keys, table, rows), gather(values, table, rows), bias)
+        return result
+
+    if library is None or held not in NATIVE:
+        return attend
+
+    def plan(q: Tensor, keys: Tensor, values: Tensor, table: Tensor, rows: Tensor, bias: Tensor) -> Call | None:
+        if q.shape[2] != 1:
+            return None
         batch, columns = table.shape
-        group, length = heads // kv_heads, columns * size
-        q, keys, values, table = (tensor.contiguous() for tensor in (q, keys, values, table))
-        bias = bias.expand(batch, 1, 1, length).contiguous()
+        length = columns * size
+        bias = bias.expand(batch, 1, 1, length)
+        if bias.stride(3) != 1 or not all(tensor.is_contiguous() for tensor in (q, keys, values, table)):
+            return None
         y = torch.empty(batch, heads, 1, v_width, dtype=held)
         threads = torch.get_num_threads() if batch * heads * length * width >= FEWEST_SHARED else 1
-        scratch = torch.empty(threads, group * (length + v_width))
-        refused = functions.attend_pages(
-            held is torch.bfloat16,
-            q.data_ptr(),
-            keys.data_ptr(),
-            values.data_ptr(),
-            table.data_ptr(),
-            bias.data_ptr(),
-            y.data_ptr(),
-            scratch.data_ptr(),
-            len(keys),
-            batch,
-            heads,
-            kv_heads,
-            columns,
-            size,
-            width,
-            v_width,
-            threads,
+        return Call(
+            kernel="attend_pages",
+            arguments=(
+                held is torch.bfloat16,
+                q.data_ptr(),
+                keys.data_ptr(),
+                values.data_ptr(),
+                table.data_ptr(),
+                bias.data_ptr(),
+                y.data_ptr(),
+                len(keys),
+                batch,
+                heads,
+                kv_heads,
+                columns,
+                size,
+                width,
+                v_width,
+                bias.stride(0),
+            ),
+            outputs=y,
+            scratch=4 * threads * (heads // kv_heads) * (length + v_width),
+            threads=threads,
+            refusal=f"the block table names blocks that are none of the {len(keys)} of the cache",
         )
-        if refused:
-            raise IndexError(f"the block table names blocks that are none of the {len(keys)} of the cache")
-        return y
 
-    return attend
+    return NativeKernel(library=library, plan=plan, otherwise=attend)
 
 
 def compile_attend_packed(site: Site) -> Kernel:
@@ -154,17 +165,22 @@ def compile_attend_packed(site: Site) -> Kernel:
     attend_pages; the index that lays out and that which packs, each with its rows (row_index). Where each sequence has
     one row, nothing has to be laid out."""
     attend, take = compile_attend_pages(site), compile_take_rows(site)
+    single = adapt(attend, lambda q, *rest: (q.unsqueeze(2), *rest[:5]), lambda y: y.flatten(1))
 
     def run(q: Tensor, keys: Tensor, values: Tensor, table: Tensor, rows: Tensor, bias: Tensor, *places: Any) -> Tensor:
         pad, pad_rows, unpad, unpad_rows = places
-        if pad_rows is None and unpad_rows is None and len(q) == len(table) == pad.numel() == unpad.numel():
-            single: Tensor = attend(q.unsqueeze(2), keys, values, table, rows, bias)
-            return single.reshape(len(q), -1)
         y = attend(take(q, pad, pad_rows).permute(0, 2, 1, 3), keys, values, table, rows, bias)
         packed: Tensor = take(y.permute(0, 2, 1, 3).flatten(2).flatten(0, 1), unpad, unpad_rows)
         return packed
 
-    return run
+    def is_single(q: Tensor, keys: Tensor, values: Tensor, table: Tensor, rows: Tensor, bias: Tensor, *p: Any) -> bool:
+        pad, pad_rows, unpad, unpad_rows = p
+        return pad_rows is None and unpad_rows is None and len(q) == len(table) == pad.numel() == unpad.numel()
+
+    if not isinstance(single, NativeKernel):
+        return lambda *inputs: single(*inputs) if is_single(*inputs) else run(*inputs)
+    plan = single.plan
+    return replace(single, plan=lambda *inputs: plan(*inputs) if is_single(*inputs) else None, otherwise=run)
 
 
 def compile_page_rows(site: Site) -> Kernel:

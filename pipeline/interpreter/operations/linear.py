@@ -5,11 +5,12 @@ from __future__ import annotations
 import math
 from collections.abc import Callable, Sequence
 from dataclasses import replace
-from typing import cast
+from typing import Any, cast
 
 import torch
 from torch import Tensor
 
+from pipeline.interpreter.native.kernel import NativeKernel, adapt
 from pipeline.interpreter.numerics import multiplied_as
 from pipeline.interpreter.operations.packed import pick_kernel
 from pipeline.interpreter.operations.products import compile_matrix_multiply, steady_rows
@@ -64,8 +65,7 @@ def _compile_stack(multiply: Kernel, count: int, part: Callable[[int], Tensor]) 
 def compile_linear_packed(site: Site) -> Kernel:
     """Inputs: x [T, in], W dequantized, W as its numbers, scales. Of INT4 W is [in, out] and scales [in / group, out],
     of INT8 [out, in] (`op1` says so) and [out]."""
-    kernels = compile_linears_packed(site)
-    return lambda *inputs: kernels(*inputs)[0]
+    return adapt(compile_linears_packed(site), lambda *inputs: inputs, lambda outputs: outputs[0])
 
 
 def compile_linears_packed(site: Site) -> Kernel:
@@ -98,16 +98,19 @@ def compile_linears_packed(site: Site) -> Kernel:
     if rows is None or factors is None:
         return _compile_side_by_side(site, starts, columns, 0 if transposed else 1)
     multiply, most_rows = kernel.multiply(group, site.held()), kernel.most_rows
-
-    def linears(x: Tensor, *_: Tensor | None) -> tuple[Tensor, ...]:
-        product = multiply(x, rows, factors)
-        return (product,) if len(columns) == 1 else torch.split(product, columns, dim=1)
-
+    few = adapt(multiply, lambda x, *_: (x, rows, factors), lambda product: torch.split(product, columns, dim=1))
     if most_rows is None:
         site.unread.update(starts)
-        return linears
+        return few
     many = _compile_side_by_side(site, starts, columns, 0 if transposed else 1)
-    return lambda x, *weights: many(x, *weights) if x.shape[0] > most_rows else linears(x)
+
+    def linears(x: Tensor, *weights: Tensor | None) -> Any:
+        return many(x, *weights) if x.shape[0] > most_rows else few(x)
+
+    if not isinstance(few, NativeKernel):
+        return linears
+    plan = few.plan
+    return replace(few, plan=lambda x, *_: plan(x) if x.shape[0] <= most_rows else None, otherwise=linears)
 
 
 def _compile_side_by_side(site: Site, starts: Sequence[int], columns: list[int], side: int) -> Kernel:

@@ -13,7 +13,8 @@ from typing import cast
 import torch
 from torch import Tensor
 
-from pipeline.interpreter.native import Functions, load_functions
+from pipeline.interpreter.native import Call, Library, load_library
+from pipeline.interpreter.native.kernel import NativeKernel
 from pipeline.interpreter.numerics import NATIVE, multiplied_as
 
 GROUPS, COLUMNS = (32, 64, 128, 256), 16  # what both INT4 kernels take; columns in multiples
@@ -29,7 +30,7 @@ Multiply = Callable[[Tensor, Tensor, Tensor], Tensor]
 class PackedKernel:
     """most_rows: up to which it beats a product with weights dequantized before; None where it does for any number.
     bits: of a weight. pack: values [in, out] → as the kernel reads them; scale: [in / group, out] → the same.
-    multiply(group, held): the product, in the type `held`; sums are fp32."""
+    multiply(group, held): the product, in the type `held`, one of NATIVE; sums are fp32."""
 
     name: str
     bits: int
@@ -41,14 +42,14 @@ class PackedKernel:
 
 def pick_kernel(dtype: str, group: int, columns: int) -> PackedKernel | None:
     """`dtype`: int4 or int8. None where no kernel takes such a weight; torch's own for INT8 is no faster than bf16."""
-    functions = load_functions()
+    library = load_library()
     if columns % COLUMNS:
         return None
     if dtype == "int8":
-        return None if functions is None or group % WIDTH else native_kernel("int8", functions)
+        return None if library is None or group % WIDTH else native_kernel("int8", library)
     if group not in GROUPS:
         return None
-    return TORCH if functions is None else native_kernel("int4", functions)
+    return TORCH if library is None else native_kernel("int4", library)
 
 
 def _torch_pack(values: Tensor) -> Tensor:
@@ -69,40 +70,43 @@ def _torch_multiply(group: int, held: torch.dtype) -> Multiply:
 TORCH = PackedKernel(name="torch", bits=4, most_rows=8, pack=_torch_pack, scale=_torch_scale, multiply=_torch_multiply)
 
 
-def native_kernel(dtype: str, functions: Functions) -> PackedKernel:
+def native_kernel(dtype: str, library: Library) -> PackedKernel:
     """Integer products in C (native/linear.c). Where the processor is fast in bf16, many rows are faster in it: of INT8
     fewer, because a bf16 weight is but twice as long."""
-    if dtype == "int4":
-        function, bits, fewest_fast, pack = functions.int4_linear, 4, 32, _pack_int4
-    else:
-        function, bits, fewest_fast, pack = functions.int8_linear, 8, 8, _pack_int8
+    bits, fewest_fast, pack = (4, 32, _pack_int4) if dtype == "int4" else (8, 8, _pack_int8)
 
-    def multiply(group: int, held: torch.dtype) -> Multiply:
-        made = held if held is torch.bfloat16 else torch.float32
-
-        def run(x: Tensor, packed: Tensor, scales: Tensor) -> Tensor:
-            x = (x if x.dtype in NATIVE else x.float()).contiguous()
+    def multiply(group: int, held: torch.dtype) -> NativeKernel:
+        def plan(x: Tensor, packed: Tensor, scales: Tensor) -> Call | None:
+            if x.dtype not in NATIVE or not x.is_contiguous():
+                return None
             (rows, width), columns = x.shape, scales.shape[0] * COLUMNS
-            y = torch.empty(rows, columns, dtype=made)
-            threads = torch.get_num_threads() if rows * width * columns >= FEWEST_SHARED else 1
-            scratch = torch.empty(rows * (width // 2 + 2 * (width // group) * -(-group // PART)), dtype=torch.int32)
-            function(
-                x.dtype is torch.bfloat16,
-                x.data_ptr(),
-                packed.data_ptr(),
-                scales.data_ptr(),
-                made is torch.bfloat16,
-                y.data_ptr(),
-                scratch.data_ptr(),
-                rows,
-                width,
-                columns,
-                width // group,
-                threads,
+            y = torch.empty(rows, columns, dtype=held)
+            return Call(
+                kernel="linear",
+                arguments=(
+                    bits,
+                    x.dtype is torch.bfloat16,
+                    x.data_ptr(),
+                    packed.data_ptr(),
+                    scales.data_ptr(),
+                    held is torch.bfloat16,
+                    y.data_ptr(),
+                    rows,
+                    width,
+                    columns,
+                    width // group,
+                ),
+                outputs=y,
+                scratch=4 * rows * (width // 2 + 2 * (width // group) * -(-group // PART)),
+                threads=torch.get_num_threads() if rows * width * columns >= FEWEST_SHARED else 1,
             )
-            return y if made is held else y.to(held)
 
-        return run
+        def widened(x: Tensor, packed: Tensor, scales: Tensor) -> Tensor:
+            y: Tensor = kernel(x.float(), packed, scales)
+            return y
+
+        kernel = NativeKernel(library=library, plan=plan, otherwise=widened)
+        return kernel
 
     return PackedKernel(
         name="native",

@@ -6,7 +6,8 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from pipeline.interpreter.native import load_functions
+from pipeline.interpreter.native import Call, load_library
+from pipeline.interpreter.native.kernel import NativeKernel
 from pipeline.interpreter.numerics import NATIVE
 from pipeline.interpreter.operations.arithmetic import compile_sigmoid
 from pipeline.interpreter.operations.site import Kernel, Site
@@ -31,57 +32,59 @@ def compile_rms_norm(site: Site) -> Kernel:
 
     if site.numerics.mode != "fast" or width < 1:
         return norm
-    functions = load_functions()
-    if functions is None or normal not in NATIVE:
+    library = load_library()
+    if library is None or normal not in NATIVE:
         return norm_fast
 
-    def norm_native(x: Tensor, weight: Tensor, eps: Tensor) -> Tensor:
-        if x.numel() > MOST_ALONE or x.dtype is not normal or weight.dtype is not normal:
-            return norm_fast(x, weight, eps)
-        x, weight = x.contiguous(), weight.contiguous()
-        y = torch.empty_like(x)
-        functions.rms_norm(
-            normal is torch.bfloat16,
-            x.data_ptr(),
-            None,
-            None,
-            weight.data_ptr(),
-            y.data_ptr(),
-            eps.item(),
-            x.numel() // width,
-            width,
-        )
-        return y
+    def plan(x: Tensor, weight: Tensor, eps: Tensor) -> Call | None:
+        return _plan_norm(normal, x, None, weight, eps)
 
-    return norm_native
+    return NativeKernel(library=library, plan=plan, otherwise=norm_fast)
 
 
 def compile_sum_norm(site: Site) -> Kernel:
     """Inputs: two summands of one shape, weight, eps. → their sum; its RMS norm."""
-    norm, held = compile_rms_norm(site), site.held()
-    width, functions = site.spec(0).shape[-1], load_functions()
+    norm, held, library = compile_rms_norm(site), site.held(), load_library()
 
     def sum_norm(x: Tensor, added: Tensor, weight: Tensor, eps: Tensor) -> tuple[Tensor, Tensor]:
-        types = {x.dtype, added.dtype, weight.dtype}
-        if functions is None or held not in NATIVE or types != {held} or x.numel() > MOST_ALONE:
-            total = x + added
-            return total, norm(total, weight, eps)
-        x, added, weight = x.contiguous(), added.contiguous(), weight.contiguous()
-        total, y = torch.empty_like(x), torch.empty_like(x)
-        functions.rms_norm(
+        total = x + added
+        return total, norm(total, weight, eps)
+
+    if library is None or held not in NATIVE:
+        return sum_norm
+
+    def plan(x: Tensor, added: Tensor, weight: Tensor, eps: Tensor) -> Call | None:
+        return _plan_norm(held, x, added, weight, eps)
+
+    return NativeKernel(library=library, plan=plan, otherwise=sum_norm)
+
+
+def _plan_norm(held: torch.dtype, x: Tensor, added: Tensor | None, weight: Tensor, eps: Tensor) -> Call | None:
+    types, width = {x.dtype, weight.dtype, held if added is None else added.dtype}, x.shape[-1]
+    rows = x.numel() // width
+    in_rows = x.stride(-1) == 1 and (x.is_contiguous() or x.dim() == 2)
+    if types != {held} or eps.dtype is not torch.float32 or x.numel() > MOST_ALONE:
+        return None
+    if not in_rows or not weight.is_contiguous() or (added is not None and added.stride() != x.stride()):
+        return None
+    y = torch.empty(x.shape, dtype=held)
+    total = None if added is None else torch.empty(x.shape, dtype=held)
+    return Call(
+        kernel="rms_norm",
+        arguments=(
             held is torch.bfloat16,
             x.data_ptr(),
-            added.data_ptr(),
-            total.data_ptr(),
+            None if added is None else added.data_ptr(),
+            None if total is None else total.data_ptr(),
             weight.data_ptr(),
             y.data_ptr(),
-            eps.item(),
-            x.numel() // width,
+            eps.data_ptr(),
+            rows,
             width,
-        )
-        return total, y
-
-    return sum_norm
+            width if x.is_contiguous() else x.stride(0),
+        ),
+        outputs=y if total is None else (total, y),
+    )
 
 
 def compile_gate(site: Site) -> Kernel:
@@ -89,22 +92,18 @@ def compile_gate(site: Site) -> Kernel:
     if site.numerics.mode != "fast":
         sigmoid = compile_sigmoid(site)
         return lambda g, u: sigmoid(g).mul_(g).mul_(u)
-    functions = load_functions()
+    library = load_library()
 
     def gate(g: Tensor, u: Tensor) -> Tensor:
-        rows = g.dim() == 2 and g.stride(1) == 1 and u.stride(1) == 1
-        if functions is None or not rows or g.dtype not in NATIVE or g.dtype is not u.dtype or g.numel() > MOST_ALONE:
-            return F.silu(g).mul_(u)
-        y = torch.empty(g.shape, dtype=g.dtype)
-        functions.gate(
-            g.dtype is torch.bfloat16,
-            g.data_ptr(),
-            u.data_ptr(),
-            y.data_ptr(),
-            *g.shape,
-            g.stride(0),
-            u.stride(0),
-        )
-        return y
+        return F.silu(g).mul_(u)
 
-    return gate
+    def plan(g: Tensor, u: Tensor) -> Call | None:
+        in_rows = g.dim() == 2 and g.stride(1) == 1 and u.stride(1) == 1
+        if not in_rows or g.dtype not in NATIVE or g.dtype is not u.dtype or g.numel() > MOST_ALONE:
+            return None
+        y = torch.empty(g.shape, dtype=g.dtype)
+        addresses = (g.data_ptr(), u.data_ptr(), y.data_ptr())
+        arguments = (g.dtype is torch.bfloat16, *addresses, *g.shape, g.stride(0), u.stride(0))
+        return Call(kernel="gate", arguments=arguments, outputs=y)
+
+    return gate if library is None else NativeKernel(library=library, plan=plan, otherwise=gate)

@@ -7,7 +7,8 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from pipeline.interpreter.native import load_functions
+from pipeline.interpreter.native import Call, load_library
+from pipeline.interpreter.native.kernel import NativeKernel
 from pipeline.interpreter.numerics import NATIVE
 from pipeline.interpreter.operations.attention import Places, write_rows
 from pipeline.interpreter.operations.site import Kernel, Site
@@ -96,7 +97,7 @@ def compile_rotate_into_cache(site: Site) -> Kernel:
     """Inputs: x [T, heads, D] in any shape, of which the first heads are queries, keys and values; turns, rows of the
     cache, the pools of keys and values. → queries rotated; the pools, with keys rotated and values written to those
     rows."""
-    held, functions = site.held(), load_functions()
+    held, library = site.held(), load_library()
     (heads, kv_heads), (all_heads, width) = site.attribute("counts"), site.attribute("shape")
     values_at, dim = heads + kv_heads, int(site.attribute("dim")) or width
     rotate_heads = compile_rotate_heads(site)
@@ -106,37 +107,42 @@ def compile_rotate_into_cache(site: Site) -> Kernel:
         q, k = rotate_heads(x, turns)
         return q, write_rows(keys, k, target), write_rows(values, x.narrow(1, values_at, kv_heads), target)
 
-    def at_once(x: Tensor, turns: Any, target: Places, keys: Tensor, values: Tensor) -> tuple[Tensor, ...]:
-        places, kept = target
-        if functions is None or kept is not None or x.dtype is not held:
-            return in_parts(x, turns, target, keys, values)
-        x, count = x.contiguous(), len(x)
-        cos, sin = (turns, None) if isinstance(turns, Tensor) else turns
-        q = torch.empty(count, heads, width, dtype=held)
-        refused = functions.rotate_into_cache(
-            held is torch.bfloat16,
-            sin is None,
-            x.data_ptr(),
-            cos.data_ptr(),
-            None if sin is None else sin.data_ptr(),
-            places.data_ptr(),
-            keys.data_ptr(),
-            values.data_ptr(),
-            q.data_ptr(),
-            count,
-            heads,
-            kv_heads,
-            all_heads - values_at - kv_heads,
-            width,
-            dim,
-            keys.numel() // width,
-            torch.get_num_threads() if x.numel() >= FEWEST_SHARED else 1,
-        )
-        if refused:
-            raise IndexError(f"rows are written to places that are none of the {keys.numel() // width} of the cache")
-        return q, keys, values
+    if library is None or held not in NATIVE:
+        return in_parts
 
-    return at_once if held in NATIVE else in_parts
+    def plan(x: Tensor, turns: Any, target: Places, keys: Tensor, values: Tensor) -> Call | None:
+        places, kept = target
+        cos, sin = (turns, None) if isinstance(turns, Tensor) else turns
+        if kept is not None or x.dtype is not held or not x.is_contiguous():
+            return None
+        count, cached = x.numel() // (all_heads * width), keys.numel() // width
+        q = torch.empty(count, heads, width, dtype=held)
+        return Call(
+            kernel="rotate_into_cache",
+            arguments=(
+                held is torch.bfloat16,
+                sin is None,
+                x.data_ptr(),
+                cos.data_ptr(),
+                None if sin is None else sin.data_ptr(),
+                places.data_ptr(),
+                keys.data_ptr(),
+                values.data_ptr(),
+                q.data_ptr(),
+                count,
+                heads,
+                kv_heads,
+                all_heads - values_at - kv_heads,
+                width,
+                dim,
+                cached,
+            ),
+            outputs=(q, keys, values),
+            threads=torch.get_num_threads() if x.numel() >= FEWEST_SHARED else 1,
+            refusal=f"rows are written to places that are none of the {cached} of the cache",
+        )
+
+    return NativeKernel(library=library, plan=plan, otherwise=in_parts, updates=(3, 4))
 
 
 def compile_rotate_rows(site: Site) -> Kernel:

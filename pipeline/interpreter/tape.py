@@ -1,0 +1,138 @@
+"""Kernels in C that follow one another, made by one call.
+
+A step that decodes a few rows is a hundred kernels and more of some microseconds each: Python between them takes as
+long as many of them, and the other threads go to sleep and have to be woken. So for inputs of a form that came before,
+the calls are laid out once, on memory that stays, and made at once by one team of threads.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
+from itertools import groupby
+from typing import Any
+
+from torch import Tensor
+
+from pipeline.interpreter.errors import ExecutionError
+from pipeline.interpreter.native import Calls
+from pipeline.interpreter.native.kernel import NativeKernel
+from pipeline.interpreter.plan import Runnable, Step, Values, execute
+
+MOST_COPIED = 1 << 18  # bytes of an input; a larger one is read where it lies
+MOST_HELD = 1 << 24  # bytes of what one layout computes
+MOST_LAYOUTS = 4  # kept, of the forms that came last
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Layout:
+    """Calls on memory of their own. copies: for each tensor of the inputs its place, or None where it is read where it
+    lies. results: the slots that others read, with the tensor there, or the slot of the input that it is."""
+
+    calls: Calls
+    refusals: tuple[str, ...]
+    copies: tuple[Tensor | None, ...]
+    results: tuple[tuple[int, Tensor | int], ...]
+    held: tuple[Tensor, ...]
+
+
+class Tape:
+    """Steps with a NativeKernel each. One run at a time.
+
+    template: the plan's constants, by slot. wanted: slots that other steps read later.
+    """
+
+    def __init__(self, steps: Sequence[Step], template: Sequence[Any], wanted: set[int]) -> None:
+        self._steps = tuple((step, step.kernel) for step in steps if isinstance(step.kernel, NativeKernel))
+        self.layers = tuple(layer for step in steps for layer in step.layers)
+        self.done = tuple(slot for step in steps for slot in step.done)
+        written = dict.fromkeys(slot for step in steps for slot in step.writes)
+        reads = dict.fromkeys(slot for step in steps for slot in step.reads)
+        self._inputs = tuple(slot for slot in reads if slot not in written and template[slot] is None)
+        self._wanted = tuple(slot for slot in written if slot in wanted)
+        self._updated = {step.reads[index] for step, kernel in self._steps for index in kernel.updates}
+        self._layouts: dict[tuple[Any, ...], Layout | None] = {}
+
+    def run(self, values: Values) -> None:
+        form, inputs = [], []
+        for slot in self._inputs:
+            for tensor in _tensors(values[slot]):
+                inputs.append(tensor)
+                form.append(None if tensor is None else self._form(slot, tensor))
+        key = tuple(form)
+        if key not in self._layouts:
+            while len(self._layouts) >= MOST_LAYOUTS:
+                del self._layouts[next(iter(self._layouts))]
+            self._layouts[key] = self._lay_out(values)
+        layout = self._layouts[key]
+        if layout is None:
+            execute([step for step, _ in self._steps], values)
+            return
+        for place, tensor in zip(layout.copies, inputs, strict=True):
+            if place is not None and tensor is not None:
+                place.copy_(tensor)
+        refused = layout.calls.run()
+        if refused is not None:
+            raise ExecutionError(self.layers[refused], IndexError(layout.refusals[refused]))
+        for slot, result in layout.results:
+            values[slot] = result.clone() if isinstance(result, Tensor) else values[result]
+
+    def _form(self, slot: int, tensor: Tensor) -> tuple[Any, ...]:
+        """All of it that a layout depends on."""
+        if self._lies(slot, tensor):
+            return tensor.shape, tensor.dtype, tensor.stride(), tensor.data_ptr()
+        return tensor.shape, tensor.dtype
+
+    def _lies(self, slot: int, tensor: Tensor) -> bool:
+        """Whether it is read, or written, where it lies."""
+        return slot in self._updated or tensor.nbytes > MOST_COPIED
+
+    def _lay_out(self, values: Values) -> Layout | None:
+        """None where a kernel does not take such inputs, or what they compute would hold too much memory."""
+        known, copies = list(values), list[Tensor | None]()
+        lying: dict[int, int] = {}  # slots of tensors that are used where they lie, by identity
+        for slot in self._inputs:
+            places = []
+            for tensor in _tensors(values[slot]):
+                if tensor is None or self._lies(slot, tensor):
+                    lying[id(tensor)] = slot
+                    copies.append(None)
+                else:
+                    copies.append(tensor.contiguous().clone())
+                places.append(tensor if copies[-1] is None else copies[-1])
+            known[slot] = tuple(places) if isinstance(values[slot], tuple) else places[0]
+        calls, made = [], list[Tensor]()
+        for step, kernel in self._steps:
+            call = kernel.plan(*[known[slot] for slot in step.reads])
+            if call is None:
+                return None
+            outputs = call.outputs if len(step.writes) > 1 else (call.outputs,)
+            for slot, output in zip(step.writes, outputs, strict=True):
+                known[slot] = output
+                made += [output] if id(output) not in lying else []
+            if sum(tensor.nbytes for tensor in made) > MOST_HELD:
+                return None
+            calls.append(call)
+        return Layout(
+            calls=kernel.library.lay_out(calls),
+            refusals=tuple(call.refusal for call in calls),
+            copies=tuple(copies),
+            results=tuple((slot, lying.get(id(known[slot]), known[slot])) for slot in self._wanted),
+            held=tuple(made),  # but not what lies elsewhere: caches come and go
+        )
+
+
+def _tensors(value: Any) -> tuple[Tensor | None, ...]:
+    return value if isinstance(value, tuple) else (value,)
+
+
+def join_native(steps: Sequence[Step], template: Sequence[Any], wanted: set[int]) -> Iterator[Runnable]:
+    """The same steps, those with a NativeKernel that follow one another as a Tape. wanted: slots of the plan's
+    outputs."""
+    last = {slot: index for index, step in enumerate(steps) for slot in step.reads}
+    index = 0
+    for native, group in groupby(steps, lambda step: isinstance(step.kernel, NativeKernel)):
+        run = list(group)
+        index += len(run)
+        later = wanted | {slot for slot, reader in last.items() if reader >= index}
+        yield from [Tape(run, template, later)] if native and len(run) > 1 else run
