@@ -22,6 +22,7 @@ from pipeline.interpreter.plan import Runnable, Step, Values, execute
 MOST_COPIED = 1 << 18  # bytes of an input; a larger one is read where it lies
 MOST_HELD = 1 << 24  # bytes of what one layout computes
 MOST_LAYOUTS = 4  # kept, of the forms that came last
+MOST_KNOWN = 1 << 10  # forms of which none can be made, that are remembered
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -36,6 +37,9 @@ class Layout:
     held: tuple[Tensor, ...]
 
 
+Form = tuple[Any, ...]  # all of the inputs that a layout depends on
+
+
 class Tape:
     """Steps with a NativeKernel each. One run at a time.
 
@@ -43,6 +47,7 @@ class Tape:
     """
 
     def __init__(self, steps: Sequence[Step], template: Sequence[Any], wanted: set[int]) -> None:
+        self._alone = tuple(steps)
         self._steps = tuple((step, step.kernel) for step in steps if isinstance(step.kernel, NativeKernel))
         self.layers = tuple(layer for step in steps for layer in step.layers)
         self.done = tuple(slot for step in steps for slot in step.done)
@@ -51,7 +56,8 @@ class Tape:
         self._inputs = tuple(slot for slot in reads if slot not in written and template[slot] is None)
         self._wanted = tuple(slot for slot in written if slot in wanted)
         self._updated = {step.reads[index] for step, kernel in self._steps for index in kernel.updates}
-        self._layouts: dict[tuple[Any, ...], Layout | None] = {}
+        self._layouts: dict[Form, Layout] = {}  # the one that was used last is the last
+        self._others: set[Form] = set()
 
     def run(self, values: Values) -> None:
         form, inputs = [], []
@@ -59,14 +65,9 @@ class Tape:
             for tensor in _tensors(values[slot]):
                 inputs.append(tensor)
                 form.append(None if tensor is None else self._form(slot, tensor))
-        key = tuple(form)
-        if key not in self._layouts:
-            while len(self._layouts) >= MOST_LAYOUTS:
-                del self._layouts[next(iter(self._layouts))]
-            self._layouts[key] = self._lay_out(values)
-        layout = self._layouts[key]
+        layout = self._find(tuple(form), values)
         if layout is None:
-            execute([step for step, _ in self._steps], values)
+            execute(self._alone, values)
             return
         for place, tensor in zip(layout.copies, inputs, strict=True):
             if place is not None and tensor is not None:
@@ -77,8 +78,19 @@ class Tape:
         for slot, result in layout.results:
             values[slot] = result.clone() if isinstance(result, Tensor) else values[result]
 
-    def _form(self, slot: int, tensor: Tensor) -> tuple[Any, ...]:
-        """All of it that a layout depends on."""
+    def _find(self, form: Form, values: Values) -> Layout | None:
+        if form in self._others:
+            return None
+        layout = self._layouts.pop(form, None) or self._lay_out(values)
+        if layout is not None:
+            self._layouts[form] = layout
+            if len(self._layouts) > MOST_LAYOUTS:
+                del self._layouts[next(iter(self._layouts))]
+        elif len(self._others) < MOST_KNOWN:
+            self._others.add(form)
+        return layout
+
+    def _form(self, slot: int, tensor: Tensor) -> Form:
         if self._lies(slot, tensor):
             return tensor.shape, tensor.dtype, tensor.stride(), tensor.data_ptr()
         return tensor.shape, tensor.dtype
@@ -101,7 +113,7 @@ class Tape:
                     copies.append(tensor.contiguous().clone())
                 places.append(tensor if copies[-1] is None else copies[-1])
             known[slot] = tuple(places) if isinstance(values[slot], tuple) else places[0]
-        calls, made = [], list[Tensor]()
+        calls, made, nbytes = [], list[Tensor](), 0
         for step, kernel in self._steps:
             call = kernel.plan(*[known[slot] for slot in step.reads])
             if call is None:
@@ -109,8 +121,10 @@ class Tape:
             outputs = call.outputs if len(step.writes) > 1 else (call.outputs,)
             for slot, output in zip(step.writes, outputs, strict=True):
                 known[slot] = output
-                made += [output] if id(output) not in lying else []
-            if sum(tensor.nbytes for tensor in made) > MOST_HELD:
+                if id(output) not in lying:
+                    made.append(output)
+                    nbytes += output.nbytes
+            if nbytes > MOST_HELD:
                 return None
             calls.append(call)
         return Layout(

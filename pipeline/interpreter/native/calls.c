@@ -22,12 +22,13 @@ long run(const call *calls, long count, int threads) {
 #pragma omp parallel num_threads(threads) if (threads > 1)
     {
         const team all = {omp_get_thread_num(), omp_get_num_threads(), &place}, alone = {0, 1, &place};
-        for (long i = 0; i < count && i < place.refused; i++) {
+        for (long i = 0; i < count; i++) {
             const call *c = calls + i;
             if ((c->shared || all.me == 0) &&
                 kernels[c->function](c->arguments, c->scratch, c->shared ? all : alone))
                 place.refused = i;
             wait_for_all(all);
+            if (place.refused <= i) break;  // another thread may be at the next call already, and refuse it
         }
     }
     return place.refused;
