@@ -7,11 +7,12 @@ the calls are laid out once, on memory that stays, and made at once by one team 
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass
 from itertools import groupby
 from typing import Any
 
+import torch
 from torch import Tensor
 
 from pipeline.interpreter.errors import ExecutionError
@@ -20,9 +21,39 @@ from pipeline.interpreter.native.kernel import NativeKernel
 from pipeline.interpreter.plan import Runnable, Step, Values, execute
 
 MOST_COPIED = 1 << 18  # bytes of an input; a larger one is read where it lies
-MOST_HELD = 1 << 24  # bytes of what one layout computes
+MOST_HELD = 1 << 24  # bytes that one layout computes in
 MOST_LAYOUTS = 4  # kept, of the forms that came last
 MOST_KNOWN = 1 << 10  # forms of which none can be made, that are remembered
+
+
+class Memory:
+    """What a layout computes in: a tensor's place is used again once nobody reads it any more."""
+
+    def __init__(self) -> None:
+        self.nbytes = 0
+        self._held: list[Tensor] = []
+        self._free: dict[tuple[Any, ...], list[Tensor]] = {}
+        self._taken: list[Tensor] = []
+
+    def empty(self, shape: Sequence[int], dtype: torch.dtype) -> Tensor:
+        free = self._free.get((tuple(shape), dtype))
+        if free:
+            tensor = free.pop()
+        else:
+            tensor = torch.empty(shape, dtype=dtype)
+            self._held.append(tensor)
+            self.nbytes += tensor.nbytes
+        self._taken.append(tensor)
+        return tensor
+
+    def taken(self) -> list[Tensor]:
+        """Since it was last asked for."""
+        taken, self._taken = self._taken, []
+        return taken
+
+    def release(self, tensors: Iterable[Tensor]) -> None:
+        for tensor in tensors:
+            self._free.setdefault((tuple(tensor.shape), tensor.dtype), []).append(tensor)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -34,7 +65,7 @@ class Layout:
     refusals: tuple[str, ...]
     copies: tuple[Tensor | None, ...]
     results: tuple[tuple[int, Tensor | int], ...]
-    held: tuple[Tensor, ...]
+    memory: Memory
 
 
 Form = tuple[Any, ...]  # all of the inputs that a layout depends on
@@ -56,6 +87,11 @@ class Tape:
         self._inputs = tuple(slot for slot in reads if slot not in written and template[slot] is None)
         self._wanted = tuple(slot for slot in written if slot in wanted)
         self._updated = {step.reads[index] for step, kernel in self._steps for index in kernel.updates}
+        last = {slot: index for index, step in enumerate(steps) for slot in (*step.writes, *step.reads)}
+        self._lasts: dict[int, list[int]] = {}  # step: those whose outputs nobody reads after it
+        for index, step in enumerate(steps):
+            if wanted.isdisjoint(step.writes):
+                self._lasts.setdefault(max(last[slot] for slot in step.writes), []).append(index)
         self._layouts: dict[Form, Layout] = {}  # the one that was used last is the last
         self._others: set[Form] = set()
 
@@ -101,7 +137,7 @@ class Tape:
 
     def _lay_out(self, values: Values) -> Layout | None:
         """None where a kernel does not take such inputs, or what they compute would hold too much memory."""
-        known, copies = list(values), list[Tensor | None]()
+        known, copies = dict(enumerate(values)), list[Tensor | None]()
         lying: dict[int, int] = {}  # slots of tensors that are used where they lie, by identity
         for slot in self._inputs:
             places = []
@@ -113,26 +149,23 @@ class Tape:
                     copies.append(tensor.contiguous().clone())
                 places.append(tensor if copies[-1] is None else copies[-1])
             known[slot] = tuple(places) if isinstance(values[slot], tuple) else places[0]
-        calls, made, nbytes = [], list[Tensor](), 0
-        for step, kernel in self._steps:
-            call = kernel.plan(*[known[slot] for slot in step.reads])
-            if call is None:
+        calls, memory, taken = [], Memory(), list[list[Tensor]]()
+        for index, (step, kernel) in enumerate(self._steps):
+            call = kernel.plan(memory.empty, *[known[slot] for slot in step.reads])
+            if call is None or memory.nbytes > MOST_HELD:
                 return None
             outputs = call.outputs if len(step.writes) > 1 else (call.outputs,)
-            for slot, output in zip(step.writes, outputs, strict=True):
-                known[slot] = output
-                if id(output) not in lying:
-                    made.append(output)
-                    nbytes += output.nbytes
-            if nbytes > MOST_HELD:
-                return None
+            known.update(zip(step.writes, outputs, strict=True))
             calls.append(call)
+            taken.append(memory.taken())
+            for other in self._lasts.get(index, ()):
+                memory.release(taken[other])
         return Layout(
             calls=kernel.library.lay_out(calls),
             refusals=tuple(call.refusal for call in calls),
             copies=tuple(copies),
             results=tuple((slot, lying.get(id(known[slot]), known[slot])) for slot in self._wanted),
-            held=tuple(made),  # but not what lies elsewhere: caches come and go
+            memory=memory,
         )
 
 

@@ -6,17 +6,21 @@ from collections.abc import Callable
 from dataclasses import dataclass, replace
 from typing import Any
 
+import torch
 from torch import Tensor
 
 from pipeline.interpreter.native import Call, Library
+
+Empty = Callable[..., Tensor]  # shape, dtype=… → a tensor of whatever content
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class NativeKernel:
     """Called with a node's inputs, as every kernel.
 
-    plan: from the inputs, the call that computes the node: it makes room for outputs and computes nothing, and what
-    it decides depends on types, shapes and strides alone. None: the call does not take them, and `otherwise` does.
+    plan(empty, *inputs): the call that computes the node, with room for its outputs that `empty` made. It computes
+    nothing, and what it decides depends on types, shapes and strides alone. None: the call does not take such inputs,
+    and `otherwise` does.
     updates: inputs that it writes to.
     """
 
@@ -26,10 +30,10 @@ class NativeKernel:
     updates: tuple[int, ...] = ()
 
     def __call__(self, *inputs: Any) -> Any:
-        call = self.plan(*inputs)
+        call = self.plan(torch.empty, *inputs)
         if call is None:
             dense = [_dense(value) for value in inputs]  # held until the call is made
-            call = self.plan(*dense)
+            call = self.plan(torch.empty, *dense)
         if call is None:
             return self.otherwise(*inputs)
         if self.library.lay_out((call,)).run() is not None:
@@ -50,8 +54,8 @@ def adapt(
         return otherwise
     plan_inner = kernel.plan
 
-    def plan(*inputs: Any) -> Call | None:
-        call = plan_inner(*before(*inputs))
+    def plan(empty: Empty, *inputs: Any) -> Call | None:
+        call = plan_inner(empty, *before(*inputs))
         return None if call is None else replace(call, outputs=after(call.outputs))
 
     return replace(kernel, plan=plan, otherwise=otherwise)

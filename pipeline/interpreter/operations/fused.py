@@ -10,7 +10,7 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from pipeline.interpreter.native import Call, load_library
-from pipeline.interpreter.native.kernel import NativeKernel, adapt
+from pipeline.interpreter.native.kernel import Empty, NativeKernel, adapt
 from pipeline.interpreter.numerics import NATIVE, multiplied_as
 from pipeline.interpreter.operations.attention import cache_rows, mask_bias, write_rows
 from pipeline.interpreter.operations.movement import select_rows
@@ -121,7 +121,9 @@ def compile_attend_pages(site: Site) -> Kernel:
     if library is None or held not in NATIVE:
         return attend
 
-    def plan(q: Tensor, keys: Tensor, values: Tensor, table: Tensor, rows: Tensor, bias: Tensor) -> Call | None:
+    def plan(
+        empty: Empty, q: Tensor, keys: Tensor, values: Tensor, table: Tensor, rows: Tensor, bias: Tensor
+    ) -> Call | None:
         if q.shape[2] != 1:
             return None
         batch, columns = table.shape
@@ -129,7 +131,7 @@ def compile_attend_pages(site: Site) -> Kernel:
         bias = bias.expand(batch, 1, 1, length)
         if bias.stride(3) != 1 or not all(tensor.is_contiguous() for tensor in (q, keys, values, table)):
             return None
-        y = torch.empty(batch, heads, 1, v_width, dtype=held)
+        y = empty((batch, heads, 1, v_width), dtype=held)
         threads = torch.get_num_threads() if batch * heads * length * width >= FEWEST_SHARED else 1
         return Call(
             kernel="attend_pages",
@@ -179,8 +181,12 @@ def compile_attend_packed(site: Site) -> Kernel:
 
     if not isinstance(single, NativeKernel):
         return lambda *inputs: single(*inputs) if is_single(*inputs) else run(*inputs)
-    plan = single.plan
-    return replace(single, plan=lambda *inputs: plan(*inputs) if is_single(*inputs) else None, otherwise=run)
+    inner = single.plan
+
+    def plan(empty: Empty, *inputs: Any) -> Call | None:
+        return inner(empty, *inputs) if is_single(*inputs) else None
+
+    return replace(single, plan=plan, otherwise=run)
 
 
 def compile_page_rows(site: Site) -> Kernel:

@@ -10,7 +10,8 @@ from typing import Any, cast
 import torch
 from torch import Tensor
 
-from pipeline.interpreter.native.kernel import NativeKernel, adapt
+from pipeline.interpreter.native import Call
+from pipeline.interpreter.native.kernel import Empty, NativeKernel, adapt
 from pipeline.interpreter.numerics import multiplied_as
 from pipeline.interpreter.operations.packed import pick_kernel
 from pipeline.interpreter.operations.products import compile_matrix_multiply, steady_rows
@@ -109,8 +110,12 @@ def compile_linears_packed(site: Site) -> Kernel:
 
     if not isinstance(few, NativeKernel):
         return linears
-    plan = few.plan
-    return replace(few, plan=lambda x, *_: plan(x) if x.shape[0] <= most_rows else None, otherwise=linears)
+    inner = few.plan
+
+    def plan(empty: Empty, x: Tensor, *_: Tensor | None) -> Call | None:
+        return inner(empty, x) if x.shape[0] <= most_rows else None
+
+    return replace(few, plan=plan, otherwise=linears)
 
 
 def _compile_side_by_side(site: Site, starts: Sequence[int], columns: list[int], side: int) -> Kernel:

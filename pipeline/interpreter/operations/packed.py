@@ -14,7 +14,7 @@ import torch
 from torch import Tensor
 
 from pipeline.interpreter.native import Call, Library, load_library
-from pipeline.interpreter.native.kernel import NativeKernel
+from pipeline.interpreter.native.kernel import Empty, NativeKernel
 from pipeline.interpreter.numerics import NATIVE, multiplied_as
 
 GROUPS, COLUMNS = (32, 64, 128, 256), 16  # what both INT4 kernels take; columns in multiples
@@ -76,11 +76,11 @@ def native_kernel(dtype: str, library: Library) -> PackedKernel:
     bits, fewest_fast, pack = (4, 32, _pack_int4) if dtype == "int4" else (8, 8, _pack_int8)
 
     def multiply(group: int, held: torch.dtype) -> NativeKernel:
-        def plan(x: Tensor, packed: Tensor, scales: Tensor) -> Call | None:
+        def plan(empty: Empty, x: Tensor, packed: Tensor, scales: Tensor) -> Call | None:
             if x.dtype not in NATIVE or not x.is_contiguous():
                 return None
             (rows, width), columns = x.shape, scales.shape[0] * COLUMNS
-            y = torch.empty(rows, columns, dtype=held)
+            y = empty((rows, columns), dtype=held)
             return Call(
                 kernel="linear",
                 arguments=(

@@ -7,7 +7,7 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from pipeline.interpreter.native import Call, load_library
-from pipeline.interpreter.native.kernel import NativeKernel
+from pipeline.interpreter.native.kernel import Empty, NativeKernel
 from pipeline.interpreter.numerics import NATIVE
 from pipeline.interpreter.operations.arithmetic import compile_sigmoid
 from pipeline.interpreter.operations.site import Kernel, Site
@@ -36,8 +36,8 @@ def compile_rms_norm(site: Site) -> Kernel:
     if library is None or normal not in NATIVE:
         return norm_fast
 
-    def plan(x: Tensor, weight: Tensor, eps: Tensor) -> Call | None:
-        return _plan_norm(normal, x, None, weight, eps)
+    def plan(empty: Empty, x: Tensor, weight: Tensor, eps: Tensor) -> Call | None:
+        return _plan_norm(empty, normal, x, None, weight, eps)
 
     return NativeKernel(library=library, plan=plan, otherwise=norm_fast)
 
@@ -53,13 +53,15 @@ def compile_sum_norm(site: Site) -> Kernel:
     if library is None or held not in NATIVE:
         return sum_norm
 
-    def plan(x: Tensor, added: Tensor, weight: Tensor, eps: Tensor) -> Call | None:
-        return _plan_norm(held, x, added, weight, eps)
+    def plan(empty: Empty, x: Tensor, added: Tensor, weight: Tensor, eps: Tensor) -> Call | None:
+        return _plan_norm(empty, held, x, added, weight, eps)
 
     return NativeKernel(library=library, plan=plan, otherwise=sum_norm)
 
 
-def _plan_norm(held: torch.dtype, x: Tensor, added: Tensor | None, weight: Tensor, eps: Tensor) -> Call | None:
+def _plan_norm(
+    empty: Empty, held: torch.dtype, x: Tensor, added: Tensor | None, weight: Tensor, eps: Tensor
+) -> Call | None:
     types, width = {x.dtype, weight.dtype, held if added is None else added.dtype}, x.shape[-1]
     rows = x.numel() // width
     in_rows = x.stride(-1) == 1 and (x.is_contiguous() or x.dim() == 2)
@@ -67,8 +69,8 @@ def _plan_norm(held: torch.dtype, x: Tensor, added: Tensor | None, weight: Tenso
         return None
     if not in_rows or not weight.is_contiguous() or (added is not None and added.stride() != x.stride()):
         return None
-    y = torch.empty(x.shape, dtype=held)
-    total = None if added is None else torch.empty(x.shape, dtype=held)
+    y = empty(x.shape, dtype=held)
+    total = None if added is None else empty(x.shape, dtype=held)
     return Call(
         kernel="rms_norm",
         arguments=(
@@ -97,11 +99,11 @@ def compile_gate(site: Site) -> Kernel:
     def gate(g: Tensor, u: Tensor) -> Tensor:
         return F.silu(g).mul_(u)
 
-    def plan(g: Tensor, u: Tensor) -> Call | None:
+    def plan(empty: Empty, g: Tensor, u: Tensor) -> Call | None:
         in_rows = g.dim() == 2 and g.stride(1) == 1 and u.stride(1) == 1
         if not in_rows or g.dtype not in NATIVE or g.dtype is not u.dtype or g.numel() > MOST_ALONE:
             return None
-        y = torch.empty(g.shape, dtype=g.dtype)
+        y = empty(g.shape, dtype=g.dtype)
         addresses = (g.data_ptr(), u.data_ptr(), y.data_ptr())
         arguments = (g.dtype is torch.bfloat16, *addresses, *g.shape, g.stride(0), u.stride(0))
         return Call(kernel="gate", arguments=arguments, outputs=y)

@@ -8,7 +8,7 @@ import torch
 from torch import Tensor
 
 from pipeline.interpreter.native import Call, load_library
-from pipeline.interpreter.native.kernel import NativeKernel
+from pipeline.interpreter.native.kernel import Empty, NativeKernel
 from pipeline.interpreter.numerics import NATIVE
 from pipeline.interpreter.operations.attention import Places, write_rows
 from pipeline.interpreter.operations.site import Kernel, Site
@@ -110,13 +110,13 @@ def compile_rotate_into_cache(site: Site) -> Kernel:
     if library is None or held not in NATIVE:
         return in_parts
 
-    def plan(x: Tensor, turns: Any, target: Places, keys: Tensor, values: Tensor) -> Call | None:
+    def plan(empty: Empty, x: Tensor, turns: Any, target: Places, keys: Tensor, values: Tensor) -> Call | None:
         places, kept = target
         cos, sin = (turns, None) if isinstance(turns, Tensor) else turns
         if kept is not None or x.dtype is not held or not x.is_contiguous():
             return None
         count, cached = x.numel() // (all_heads * width), keys.numel() // width
-        q = torch.empty(count, heads, width, dtype=held)
+        q = empty((count, heads, width), dtype=held)
         return Call(
             kernel="rotate_into_cache",
             arguments=(
