@@ -7,7 +7,7 @@ import pytest
 import torch
 
 from pipeline.interpreter.numerics import Numerics, multiplied_as
-from pipeline.interpreter.operations import fused
+from pipeline.interpreter.operations import paged_attention
 from pipeline.interpreter.operations.site import Site
 from pipeline.network.program import Node, TensorSpec
 
@@ -20,9 +20,9 @@ def compile_kernel(
 ) -> Any:
     monkeypatch.setattr(Numerics, "held", lambda *_: held)
     if not native:
-        monkeypatch.setattr(fused, "load_library", lambda: None)
+        monkeypatch.setattr(paged_attention, "load_library", lambda: None)
     else:
-        assert fused.load_library() is not None, "no C compiler with OpenMP"
+        assert paged_attention.load_library() is not None, "no C compiler with OpenMP"
     specs = [
         TensorSpec(name="q", dtype="float32", shape=(-1, heads, -1, WIDTH)),
         TensorSpec(name="k", dtype="float32", shape=(-1, kv_heads, SIZE, WIDTH)),
@@ -32,7 +32,7 @@ def compile_kernel(
     node = Node(kind="attend_pages", name="a", inputs=("q", "k", "v"), outputs=(output,), attributes={})
     none: Any = None
     site = Site(node=node, inputs=tuple(specs), numerics=Numerics("fast"), constant=none, parts=none, prepare=none)
-    return fused.compile_attend_pages(site)
+    return paged_attention.compile_attend_pages(site)
 
 
 def draw(held: torch.dtype, heads: int, kv_heads: int, queries: int, lengths: list[int]) -> tuple[torch.Tensor, ...]:
@@ -108,7 +108,7 @@ def test_masked_keys_are_not_read_and_threads_change_nothing(monkeypatch: pytest
     alone = kernel(q, k, v, table, rows, bias)
     last = int(table[0, 1])
     k[last, :, 5:], v[last, :, 5:] = math.nan, math.nan  # rows 13 to 15
-    monkeypatch.setattr(fused, "FEWEST_SHARED", 0)
+    monkeypatch.setattr(paged_attention, "FEWEST_SHARED", 0)
     monkeypatch.setattr(torch, "get_num_threads", lambda: 3)
     assert torch.equal(kernel(q, k, v, table, rows, bias), alone)
 
