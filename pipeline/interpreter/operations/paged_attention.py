@@ -1,5 +1,5 @@
-"""Attention over the blocks of a cache, as rules/attention.py parts it. B sequences, N heads, Q and K rows, D head size,
-T packed rows."""
+"""Attention over the blocks of a cache, as rules/attention.py parts it. B sequences, N heads, Q and K rows, D head
+size, T packed rows."""
 
 from __future__ import annotations
 
