@@ -20,8 +20,8 @@ from trtseek_text import (
     DRAINING,
     RequestError,
     Tokenizer,
-    end_quickly,
     is_draining,
+    lighten_stub,
     poll_seconds,
     read_flag,
     read_parameters,
@@ -33,7 +33,7 @@ FINAL = pb_utils.TRITONSERVER_RESPONSE_COMPLETE_FINAL
 
 class TritonPythonModel:
     def initialize(self, args: dict[str, str]) -> None:
-        end_quickly()
+        lighten_stub()
         parameters = read_parameters(args)
         self.tokenizer = Tokenizer(
             resolve_path(args, parameters["tokenizer_dir"]),
