@@ -24,14 +24,14 @@ from pipeline.triton.errors import ServerError
 from pipeline.triton.installation import Installation, mirror
 from pipeline.triton.keeper import FOLDER
 from pipeline.triton.kept import Kept
-from pipeline.triton.processes import PREFIX, find_stubs, processor_time, remove_remains
+from pipeline.triton.processes import PREFIX, find_stubs, remove_remains
 
 STUB_S = 300
 # Triton's exit time-out counts requests in flight and the end of its models' processes together.
 UNLOAD_S = 10.0
-# A start that stands still is made once more: on a machine under great load it happens that a model's process is ready
-# and tritonserver does not take notice, both waiting for the other. Still is below this share of a processor.
-STALL_S, STALL_SHARE = 30.0, 0.02
+# Of a model whose process got no processor for a second while it was loaded, as on a busy machine: Triton has given it
+# up (see keeper.Overdue), and it is loaded again.
+GIVEN_UP = "is not healthy"
 # What of the log explains a failure: Triton's own error lines, and a Python model's last words.
 _ERROR_LINE = re.compile(r"E\d{4} |error: |\w*Error: |\w*Exception: |terminate")
 # Triton without a GPU says these as errors, and means nothing by them.
@@ -71,17 +71,6 @@ class TritonServer:
         self.addresses.check()
         self._open_log()
         remove_remains()
-        end = time.monotonic() + deadline
-        live = self._try_start(end, patient=False)
-        if not live and time.monotonic() < end:
-            live = self._try_start(end, patient=True)
-        if not live:
-            raise ServerError(
-                f"tritonserver did not load its models in {deadline:g} s\n{self.errors()}".rstrip(), hint=self._hint
-            )
-
-    def _try_start(self, end: float, *, patient: bool) -> bool:
-        """Whether it was live before `end`, or where not `patient`, before it stood still; it is stopped if not."""
         self._folder = Path(tempfile.mkdtemp(prefix=FOLDER))
         try:
             self.installation.link_backends(self._backends, *self.backends)
@@ -89,14 +78,25 @@ class TritonServer:
             if (artifacts := self.repository.parent / ARTIFACTS).is_dir():  # which the models name by relative paths
                 (self._models.parent / ARTIFACTS).symlink_to(artifacts.resolve(), target_is_directory=True)
             self._launch()
-            if not self._wait_until_live(end, patient):
-                self.stop(grace=0)
-                return False
-            self._check_models()
-            return True
+            end = time.monotonic() + deadline
+            self._wait_until_live(end, deadline)
+            self._load_given_up(end)
+            if problems := self.control.find_unloaded():
+                raise ServerError("\n".join(problems.values()), hint=self._hint)
         except BaseException:
             self.stop(grace=0)
             raise
+
+    def load(self, *models: str, deadline: float) -> None:
+        """Loads models of a server that runs. Raises ServerError with the reason of the first that cannot be, or not
+        within `deadline` seconds."""
+        end = time.monotonic() + deadline
+        try:
+            self.control.load(*models, deadline=deadline)
+        except ServerError as error:
+            if GIVEN_UP not in error.message:
+                raise
+            self._load_given_up(end)
 
     def drain(self) -> None:
         """From now on new requests are refused, over every protocol, and those in flight are answered. Triton itself
@@ -205,24 +205,25 @@ class TritonServer:
             command.append(f"--cache-directory={self.installation.caches}")
         return command
 
-    def _wait_until_live(self, end: float, patient: bool) -> bool:
-        since, used = time.monotonic(), 0.0
-        while (now := time.monotonic()) < end:
+    def _wait_until_live(self, end: float, deadline: float) -> None:
+        while time.monotonic() < end:
             if not self.running:
                 raise ServerError(f"tritonserver ended at its start\n{self.errors()}".rstrip(), hint=self._hint)
             if self.control.is_live():
-                return True
-            if not patient and now - since >= STALL_S:
-                before, used = used, processor_time(self.stubs)
-                if self.stubs and used - before < STALL_SHARE * (now - since):
-                    return False
-                since = now
+                return
             time.sleep(0.05)
-        return False
+        raise ServerError(
+            f"tritonserver did not load its models in {deadline:g} s\n{self.errors()}".rstrip(), hint=self._hint
+        )
 
-    def _check_models(self) -> None:
-        if problems := self.control.find_unloaded():
-            raise ServerError("\n".join(problems), hint=self._hint)
+    def _load_given_up(self, end: float) -> None:
+        """Loads what Triton has given up again, until there is nothing of it, or it is too late. Raises ServerError."""
+        while given_up := [name for name, problem in self.control.find_unloaded().items() if GIVEN_UP in problem]:
+            try:
+                self.control.load(*given_up, deadline=max(0.1, end - time.monotonic()))
+            except ServerError as error:
+                if GIVEN_UP not in error.message or time.monotonic() > end:
+                    raise
 
     @property
     def _place(self) -> Path:
