@@ -69,13 +69,13 @@ class Tokenizer:
             listed = json.loads(messages)
         except ValueError as error:
             raise RequestError(f"messages: is not JSON: {error}") from error
+        except RecursionError:
+            raise RequestError("messages: is nested too deeply") from None
         if not (isinstance(listed, list) and listed and all(isinstance(message, dict) for message in listed)):
             raise RequestError('messages: must be a list like [{"role": "user", "content": "…"}]')
-        from jinja2 import TemplateError
-
         try:
             return str(self._tokenizer.apply_chat_template(listed, tokenize=False, add_generation_prompt=True))
-        except (TemplateError, TypeError, KeyError, ValueError) as error:
+        except Exception as error:  # a program of the checkpoint's, over what a client says: it may raise anything
             raise RequestError(f"messages: the model's chat template refuses them: {error}") from error
 
     def is_special(self, text: str) -> bool:
@@ -168,7 +168,9 @@ def decode_batch(
     batch, beams, longest = tokens.shape
     if lengths.shape != (batch, beams) or lengths.min(initial=0) < 0 or lengths.max(initial=0) > longest:
         raise RequestError(f"lengths {lengths.tolist()} do not fit tokens of shape {list(tokens.shape)}")
-    rows = zip(tokens.reshape(-1, longest), lengths.reshape(-1), strict=True)
+    if tokens.min(initial=0) < 0:
+        raise RequestError(f"token {tokens.min()} is below 0")
+    rows = zip(tokens.reshape(batch * beams, longest), lengths.reshape(-1), strict=True)
     texts = [tokenizer.decode(row[:length].tolist()).encode() for row, length in rows]
     return np.array(texts, np.object_)
 
