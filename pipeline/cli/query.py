@@ -62,6 +62,8 @@ def command(
     given = {"PROMPT": prompt, "--input-ids": input_ids, "--file": path}
     if sum(value is not None for value in given.values()) != 1:
         raise click.UsageError("give one of PROMPT, --input-ids and --file")
+    if chat and input_ids is not None:
+        raise click.UsageError("--chat goes with text: token ids are asked as they are")
     if system is not None and not chat:
         raise click.UsageError("--system goes with --chat")
     from pipeline.triton.query import Query

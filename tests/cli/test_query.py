@@ -50,6 +50,11 @@ def test_a_time_that_nobody_can_wait_is_refused(seconds: str) -> None:
     assert result.exit_code == 2 and "Invalid value for '--grace'" in result.output
 
 
+def test_token_ids_are_no_chat() -> None:
+    result = run("--chat", "--input-ids=5")
+    assert result.exit_code == 2 and "--chat goes with text" in result.output
+
+
 def test_an_empty_address_is_refused() -> None:
     result = run("x", "--url=")
     assert isinstance(result.exception, ServerError) and "address is empty" in result.exception.message
