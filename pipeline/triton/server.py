@@ -8,7 +8,6 @@ from __future__ import annotations
 
 import contextlib
 import os
-import re
 import secrets
 import shutil
 import tempfile
@@ -25,6 +24,7 @@ from pipeline.triton.installation import Installation, mirror
 from pipeline.triton.keeper import FOLDER
 from pipeline.triton.kept import Kept
 from pipeline.triton.processes import PREFIX, find_stubs, remove_remains
+from pipeline.triton.server_log import ServerLog
 
 STUB_S = 300
 # Triton's exit time-out counts requests in flight and the end of its models' processes together.
@@ -32,10 +32,6 @@ UNLOAD_S = 10.0
 # Of a model whose process got no processor for a second while it was loaded, as on a busy machine: Triton has given it
 # up (see keeper.Overdue), and it is loaded again.
 GIVEN_UP = "is not healthy"
-# What of the log explains a failure: Triton's own error lines, and a Python model's last words.
-_ERROR_LINE = re.compile(r"E\d{4} |error: |\w*Error: |\w*Exception: |terminate")
-# Triton without a GPU says these as errors, and means nothing by them.
-_NOISE = re.compile(r"CUDA driver version|NVML|DCGM|Cuda[A-Z]|unable to create stream|pinned")
 
 
 class TritonServer:
@@ -63,13 +59,13 @@ class TritonServer:
         self.prefix = f"{PREFIX}_{os.getpid()}_{secrets.token_hex(4)}_"
         self._kept: Kept | None = None
         self._folder: Path | None = None  # made by start; there is nothing to remove before
-        self._log_start = 0  # where this start's lines begin: the log may be that of many
+        self._log = ServerLog(log)
 
     def start(self, deadline: float) -> None:
         """Starts it and waits until every model is loaded. Raises ServerError with the reasons where one cannot be, or
         not within `deadline` seconds: a model's process that cannot start makes Triton wait for ever."""
         self.addresses.check()
-        self._open_log()
+        self._log.open()
         remove_remains()
         self._folder = Path(tempfile.mkdtemp(prefix=FOLDER))
         try:
@@ -144,26 +140,9 @@ class TritonServer:
         """The Python models' processes, by process id: the name that the stub was started with."""
         return {} if self.pid is None else find_stubs(self.pid)
 
-    def errors(self, lines: int = 6) -> str:
+    def errors(self) -> str:
         """The log's last errors since the start, for messages."""
-        try:
-            with open(self.log, encoding="utf-8", errors="replace") as log:
-                log.seek(self._log_start)
-                text = log.read()
-        except OSError:
-            return ""
-        found = [line for line in text.splitlines() if _ERROR_LINE.match(line) and not _NOISE.search(line)]
-        return "\n".join(line.strip() for line in found[-lines:])
-
-    def _open_log(self) -> None:
-        try:
-            self.log.parent.mkdir(parents=True, exist_ok=True)
-            with open(self.log, "ab") as log:
-                self._log_start = log.tell()
-        except OSError as error:
-            raise ServerError(
-                f"{self.log}: the server's log cannot be written: {error.strerror}", hint="name another file with --log"
-            ) from error
+        return self._log.errors()
 
     def _launch(self) -> None:
         job = {
