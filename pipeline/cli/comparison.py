@@ -206,7 +206,7 @@ def _read_report(path: Path) -> Document:
         return {"network_digest": report["network_digest"], "gates": [dict(gate) for gate in report["gates"]]}
     except OSError as error:
         raise StoreError(f"{file}: {error.strerror}", hint=hint) from None
-    except (ValueError, KeyError, TypeError) as error:
+    except (ValueError, KeyError, TypeError, RecursionError) as error:
         raise StoreError(f"{file} is damaged: {error}", hint=hint) from None
 
 

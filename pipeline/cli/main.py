@@ -44,6 +44,8 @@ INTERRUPTED, TERMINATED, PIPE_CLOSED, BUG = 130, 143, 141, 70
 
 # What the operating system says of a path that a user gave, which no verb foresaw.
 REFUSALS = (errno.EACCES, errno.EPERM, errno.ENAMETOOLONG, errno.ELOOP, errno.EROFS, errno.ENOTDIR, errno.EISDIR)
+# … and of what is written, most often to a pipe's or a redirection's end, when it is full: without a path.
+FULL = (errno.ENOSPC, errno.EDQUOT)
 
 
 _interrupts: list[int] = []  # the signals of every Ctrl-C that came
@@ -108,6 +110,12 @@ def _run(arguments: list[str] | None) -> int:
         error.show()
         return error.exit_code
     except OSError as error:
+        if error.errno in FULL:
+            place = os.fsdecode(error.filename) if isinstance(error.filename, str | bytes) else "the output"
+            show_error(
+                TrtseekError(f"{place} cannot be written: {error.strerror}", hint="free some, or write elsewhere")
+            )
+            return TrtseekError.exit_code
         if not isinstance(error.filename, str | bytes) or error.errno not in REFUSALS:
             return _report_bug()
         path = os.fsdecode(error.filename)

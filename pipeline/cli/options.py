@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import math
 import os
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -33,6 +34,19 @@ class OutputFile(click.Path):
         if not os.access(place, os.W_OK | os.X_OK):
             self.fail(f"{path} cannot be written: {place} gives no permission", param, ctx)
         return path
+
+
+class Seconds(click.FloatRange):
+    """A time to wait: what is no number, or longer than anybody lives, is refused, as the system would."""
+
+    def __init__(self) -> None:
+        super().__init__(0, 1e9)
+
+    def convert(self, value: Any, param: click.Parameter | None, ctx: click.Context | None) -> float:
+        seconds = float(super().convert(value, param, ctx))
+        if math.isnan(seconds):  # which is in every range
+            self.fail(f"{value} is not a number of seconds", param, ctx)
+        return seconds
 
 
 def config_argument(command: Command) -> Command:

@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING, Any
 
 import click
 
-from pipeline.cli.options import json_option, print_json
+from pipeline.cli.options import Seconds, json_option, print_json
 
 if TYPE_CHECKING:
     from collections.abc import Mapping, Sequence
@@ -36,7 +36,7 @@ DEFAULT_URL = "localhost:8001"
 @click.option("--file", "path", type=click.Path(path_type=Path), help="One prompt a line; .jsonl: one object a line.")
 @click.option("--concurrency", type=click.IntRange(1, 256), default=4, show_default=True, help="With --file.")
 @click.option("--priority", type=click.Choice(["P0", "P1", "P2"]), help="P0 comes first.")
-@click.option("--timeout", type=click.FloatRange(0), help="Seconds that the whole answer may take.")
+@click.option("--timeout", type=Seconds(), help="Seconds that the whole answer may take.")
 @click.option("--no-stream", is_flag=True, help="Print the answer when it is complete.")
 @json_option
 def command(
@@ -62,6 +62,8 @@ def command(
     given = {"PROMPT": prompt, "--input-ids": input_ids, "--file": path}
     if sum(value is not None for value in given.values()) != 1:
         raise click.UsageError("give one of PROMPT, --input-ids and --file")
+    if chat and input_ids is not None:
+        raise click.UsageError("--chat goes with text: token ids are asked as they are")
     if system is not None and not chat:
         raise click.UsageError("--system goes with --chat")
     from pipeline.triton.query import Query
@@ -165,7 +167,10 @@ def _read_file(path: Path, ask_for: Any, common: Mapping[str, Any]) -> list[Quer
 
 def _read_object(line: str, ask_for: Any, common: Mapping[str, Any]) -> dict[str, Any]:
     """Fields of Query. An object holds `prompt`, `messages` or `input_ids`, and may hold options. Raises ValueError."""
-    entry = json.loads(line)
+    try:
+        entry = json.loads(line)
+    except RecursionError:
+        raise ValueError("is nested too deeply") from None
     if not isinstance(entry, dict):
         raise ValueError("is not a JSON object")
     fields = {name: entry.pop(name) for name in ("messages", "input_ids", "stop", "parameters") if name in entry}

@@ -7,7 +7,7 @@ from typing import TYPE_CHECKING
 
 import click
 
-from pipeline.cli.options import OutputFile, config_argument, read_config
+from pipeline.cli.options import OutputFile, Seconds, config_argument, read_config
 
 if TYPE_CHECKING:
     from collections.abc import Sequence
@@ -26,9 +26,7 @@ MEGABYTE = 1 << 20
 @click.option("--grpc-port", type=click.IntRange(0, 65535), default=8001, show_default=True)
 @click.option("--metrics-port", type=click.IntRange(0, 65535), default=8002, show_default=True)
 @click.option("--max-request-mb", type=click.IntRange(1, 2047), default=16, show_default=True, help="Largest request.")
-@click.option(
-    "--grace", type=click.FloatRange(0), default=30.0, show_default=True, help="Seconds for requests at the end."
-)
+@click.option("--grace", type=Seconds(), default=30.0, show_default=True, help="Seconds for requests at the end.")
 @click.option("--log", type=OutputFile(), help="Triton's log; else serve.log beside the package.")
 @click.option("--tritonserver", type=click.Path(path_type=Path), help="The server to run; else the one on PATH.")
 @click.option("--check", is_flag=True, help="Load the package, send one request, and exit.")

@@ -16,7 +16,7 @@ def read_document(path: Path, *, kind: str, version: int, hint: str) -> dict[str
         values = json.loads(path.read_text(encoding="utf-8"))
     except OSError as error:
         raise BuildError(f"{path}: {error.strerror}", hint=hint) from None
-    except ValueError as error:
+    except (ValueError, RecursionError) as error:
         raise BuildError(f"{path}: not JSON: {error}", hint=hint) from None
     if not isinstance(values, dict) or values.pop("format", None) != version:
         raise BuildError(f"{path}: not {kind} of format {version}", hint=hint)

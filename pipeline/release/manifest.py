@@ -27,6 +27,8 @@ FORMAT = 1
 MANIFEST, SUMS = "manifest.json", "SHA256SUMS"
 # The artifact store's own marker, written into the folder after its content.
 STORE_MARKER = "artifact.json"
+# What reading a manifest that anybody may have edited raises.
+DAMAGED = (ValueError, KeyError, TypeError, AttributeError, OverflowError, RecursionError)
 # Distributions whose versions a reader of a report wants to know.
 LIBRARIES = ("torch", "transformers", "tokenizers", "safetensors", "numpy", "tensorrt-rtx", "tritonclient", "protobuf")
 
@@ -137,7 +139,7 @@ def find_wrong_sizes(folder: Path) -> list[str]:
     try:
         entries = json.loads((folder / MANIFEST).read_text(encoding="utf-8"))["files"]
         wanted = {str(name): int(entry["size"]) for name, entry in entries.items()}
-    except (OSError, ValueError, KeyError, TypeError, AttributeError) as error:
+    except (*DAMAGED, OSError) as error:
         raise PackageError(f"{folder / MANIFEST}: is not a manifest: {error}", hint="package it again") from error
     problems = []
     for name, size in sorted(wanted.items()):
@@ -204,7 +206,7 @@ def _check_manifest(path: Path, sums: Mapping[str, str]) -> None:
     try:
         files = json.loads(path.read_text(encoding="utf-8"))["files"]
         listed = {name: entry["sha256"] for name, entry in files.items()}
-    except (OSError, ValueError, KeyError, TypeError, AttributeError) as error:
+    except (*DAMAGED, OSError) as error:
         raise PackageError(f"{path}: is not a manifest: {error}") from error
     if listed != {name: digest for name, digest in sums.items() if name != MANIFEST}:
         raise PackageError(f"{path} and {SUMS} list different files or digests", hint="one of them was edited")

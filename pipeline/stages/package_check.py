@@ -8,9 +8,8 @@ if TYPE_CHECKING:
     from pathlib import Path
 
     from pipeline.stages.graph import StageContext
+    from pipeline.triton.package import Rehearsal
 
-# What serving from the CPU takes: weights unpacked to 16 bits from 4 and their scales, and the models' processes.
-MEMORY_PER_BYTE, MEMORY_BESIDE = 5, 2 << 30
 LOG = "package.log"
 REHEARSAL_MODE = "fast"
 
@@ -36,11 +35,11 @@ def check_package(context: StageContext, folder: Path, checkpoint: Path) -> None
             raise
         context.progress.note(f"not loaded in a server: {error.message}")
         return
-    if wanted == "auto" and (reason := _find_shortage(checkpoint)):
-        context.progress.note(f"not loaded in a server: {reason}")
-        return
     # Of an engine of TensorRT-LLM's, all but the engine: our backend stands in for its own.
     rehearsal = Rehearsal(checkpoint=checkpoint, mode=REHEARSAL_MODE) if flavour == "tensorrtllm" else None
+    if wanted == "auto" and (reason := _find_shortage(folder, rehearsal)):
+        context.progress.note(f"not loaded in a server: {reason}")
+        return
     context.progress.start("rehearse in Triton" if rehearsal else "load in Triton, and ask", 1, "packages")
     log = context.config.run_folder / LOG
     result = load_and_ask(folder, log=log, installation=installation, rehearsal=rehearsal)
@@ -51,12 +50,18 @@ def check_package(context: StageContext, folder: Path, checkpoint: Path) -> None
     )
 
 
-def _find_shortage(checkpoint: Path) -> str | None:
-    """Why serving from the CPU would not fit in memory, if it would not."""
+def _find_shortage(folder: Path, rehearsal: Rehearsal | None) -> str | None:
+    """Why serving it here would not fit in memory, if it would not."""
     from pipeline.host_memory import free_memory
     from pipeline.progress import format_amount
+    from pipeline.triton.footprint import estimate_memory
+    from pipeline.triton.package import find_package
 
-    needed = MEMORY_BESIDE + MEMORY_PER_BYTE * sum(file.stat().st_size for file in checkpoint.glob("*.safetensors"))
+    parts = estimate_memory(find_package(folder), rehearsal)
+    needed, processes = sum(part.nbytes for part in parts), sum(part.processes for part in parts)
     if needed <= (free := free_memory()):
         return None
-    return f"it may need {format_amount(needed, 'B')} of memory, and {format_amount(free, 'B')} are free"
+    return (
+        f"its {processes} processes may need {format_amount(needed, 'B')} of memory, and {format_amount(free, 'B')} "
+        "are free"
+    )

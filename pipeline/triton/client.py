@@ -18,6 +18,8 @@ if TYPE_CHECKING:
     import numpy.typing as npt
 
 DEFAULT_URL = "localhost:8001"
+# What tritonclient says of a stream whose end, with its reason, is among the replies.
+_BROKEN = "no longer in valid state"
 # What gRPC says of a server that it does not get to; anything else that is "unavailable" a server has said itself.
 _ABSENT = ("connect", "socket", "resolving", "dns resolution")
 
@@ -41,6 +43,8 @@ class Client:
     def __init__(self, url: str = DEFAULT_URL) -> None:
         from tritonclient.grpc import InferenceServerClient
 
+        if not url.strip():
+            raise ServerError("the server's address is empty", hint="give its gRPC address as --url HOST:PORT")
         self.url = url
         self._client: Any = InferenceServerClient(url)
 
@@ -76,7 +80,7 @@ class Client:
         self._client.start_stream(lambda result, error: replies.put((result, error)))
         finished = False
         try:
-            with contextlib.suppress(InferenceServerException):  # a broken stream's reason is among the replies
+            try:
                 self._client.async_stream_infer(
                     query.model,
                     build_inputs(query),
@@ -84,6 +88,9 @@ class Client:
                     enable_empty_final_response=True,
                     parameters=dict(query.parameters) or None,
                 )
+            except InferenceServerException as refusal:
+                if _BROKEN not in refusal.message():  # nothing was sent, and nobody will answer
+                    raise ServingError(refusal.message()) from None
             while not finished:
                 left = None if timeout is None else began + timeout - time.monotonic()
                 try:

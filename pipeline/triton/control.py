@@ -44,15 +44,15 @@ class Control:
         """In Prometheus' text format. Raises ServerError."""
         return self._fetch(f"http://{reach(self.addresses.metrics_host)}:{self.addresses.metrics}/metrics")
 
-    def find_unloaded(self) -> list[str]:
-        """A line for each model that could not be loaded, with the reason; one where there is no model at all."""
+    def find_unloaded(self) -> dict[str, str]:
+        """By model, that it could not be loaded and why; one line where there is no model at all."""
         index = json.loads(self._call("/v2/repository/index", body=b"{}", timeout=30.0))
-        problems = [
-            f"{model['name']} cannot be loaded: {_trim(model.get('reason', 'no reason given'))}"
+        problems = {
+            model["name"]: f"{model['name']} cannot be loaded: {_trim(model.get('reason', 'no reason given'))}"
             for model in index
             if model.get("state") != "READY"
-        ]
-        return problems if index else ["there is no model in it"]
+        }
+        return problems if index else {"": "there is no model in it"}
 
     def load(self, *models: str, deadline: float) -> None:
         """Loads models, all at once. Raises ServerError with the reason of the first that cannot be."""

@@ -6,7 +6,7 @@ The first line of standard input is the job as JSON. "stop SECONDS" ends the ser
 which another such line may cut short; and so does the end of the input: whoever asked for the server may be killed, and
 then cannot clean up. Whatever the server leaves (stubs that
 outlive it, their shared memory, the folder it was started over) is ended and removed. Printed are the server's process
-id, and at last the status.
+id, and at last the status. Meanwhile a process that the server waits in vain to see the end of is ended (Overdue).
 
 Whose all that is, a lock says, not a process id: it holds across containers that share a host's /dev/shm, and for a
 server that still answers its last requests after whoever asked for it has ended.
@@ -35,6 +35,10 @@ OWNER = "owner"
 FOLDER = "trtseek-triton-"  # begins the names of the folders that servers are started over
 _PR_SET_CHILD_SUBREAPER = 36
 _POLL_S, _KILL_S = 0.1, 10.0
+# How often it is looked, and how long a process may take to end once the server wants nothing else of it.
+_LOOK_S, _OVERDUE_S = 1.0, 5.0
+# The number of the system call wait4, by machine.
+_WAIT4 = {"x86_64": 61, "aarch64": 260}.get(os.uname().machine)
 
 
 def main() -> None:
@@ -119,10 +123,11 @@ def _restore_signals() -> None:
 def _wait_for_end(child: subprocess.Popen[bytes], commands: IO[bytes], grace: float) -> None:
     """Until the server has ended: by itself, or because it was told to and its time is over. `grace`: the seconds that
     it has when the input ends."""
-    deadline, is_open = math.inf, True
+    deadline, is_open, overdue = math.inf, True, Overdue(child.pid)
     while child.poll() is None and time.monotonic() < deadline:
         ready, _, _ = select.select([commands] if is_open else [], [], [], _POLL_S)
         if not ready:
+            overdue.look(time.monotonic())
             continue
         command, seconds = commands.readline(), grace
         if command:
@@ -134,6 +139,44 @@ def _wait_for_end(child: subprocess.Popen[bytes], commands: IO[bytes], grace: fl
     if child.poll() is None:
         child.kill()
         child.wait()
+
+
+class Overdue:
+    """Ends the children of `server` whose end it has waited for too long.
+
+    Triton 24.10 gives a stub up whose process gets no processor for a second while its model is loaded (it is "not
+    healthy"), and then waits for its end without telling it, for ever; the stub waits for orders. On a busy machine one
+    start in three stood still so. Killed, the stub is reported as one that failed, and its model can be loaded again.
+    """
+
+    def __init__(self, server: int) -> None:
+        self._server = server
+        self._since: dict[int, float] = {}  # by process id, of those waited for when it was looked last
+        self._looked = -math.inf
+
+    def look(self, now: float) -> None:
+        """`now`: of time.monotonic(). To be called often."""
+        if now - self._looked < _LOOK_S:
+            return
+        self._looked = now
+        self._since = {child: self._since.get(child, now) for child in find_awaited(self._server)}
+        for child, since in self._since.items():
+            if now - since >= _OVERDUE_S:
+                with contextlib.suppress(ProcessLookupError):
+                    os.kill(child, signal.SIGKILL)
+
+
+def find_awaited(process: int) -> set[int]:
+    """The children, by process id, that a thread of the process waits in wait4 to see the end of. Nothing is known of a
+    process that may not be traced: then there are none."""
+    found = set()
+    with contextlib.suppress(OSError):
+        for thread in os.scandir(f"/proc/{process}/task"):
+            with contextlib.suppress(OSError, ValueError), open(f"{thread.path}/syscall") as file:
+                call, argument = file.read().split()[:2]  # "running", or the call's number and arguments
+                if int(call) == _WAIT4 and 0 < (child := int(argument, 16)) < 1 << 31:
+                    found.add(child)
+    return found
 
 
 def _kill_group(group: int) -> None:

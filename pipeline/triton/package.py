@@ -73,19 +73,28 @@ def find_package(folder: Path) -> Package:
         problems = [each for each in find_wrong_sizes(folder) if "config.pbtxt has " not in each]
         if problems:
             raise PackageError("\n".join(problems), hint="copy the package again, or make it again: `trtseek engine`")
-    configs = {
-        file.parent.name: parse_config(file.read_text(encoding="utf-8"), str(file))
-        for file in sorted(repository.glob("*/config.pbtxt"))
-    }
+    configs = read_configs(repository)
     if not configs and (repository / EXECUTOR).is_dir():
         raise PackageError(
             f"{folder} is for TensorRT-LLM's LLM API, whose Triton model is in NVIDIA's image alone",
             hint=f"start {folder / SCRIPT} there",
         )
     if EXECUTOR in configs and configs[EXECUTOR].backend == "trtseek":
-        given = configs[EXECUTOR].parameters
-        check_format(folder, {key: value.string_value for key, value in given.items()})
+        check_format(folder, read_parameters(configs[EXECUTOR]))
     is_foreign = EXECUTOR in configs and configs[EXECUTOR].backend == "tensorrtllm"
     if not is_foreign and not backends.is_dir():
         raise PackageError(f"{backends} is missing: {folder} is no package", hint="`trtseek engine CONFIG` makes one")
     return Package(folder=folder, repository=repository.resolve(), backends=None if is_foreign else backends.resolve())
+
+
+def read_configs(repository: Path) -> dict[str, Any]:
+    """The models' ModelConfigs, by name. Raises PackageError."""
+    return {
+        file.parent.name: parse_config(file.read_text(encoding="utf-8"), str(file))
+        for file in sorted(repository.glob("*/config.pbtxt"))
+    }
+
+
+def read_parameters(config: Any) -> dict[str, str]:
+    """Of a ModelConfig."""
+    return {key: value.string_value for key, value in config.parameters.items()}

@@ -5,7 +5,7 @@ from __future__ import annotations
 import contextlib
 import os
 import re
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterator
 from pathlib import Path
 
 from pipeline.triton.keeper import OWNER, SHARED_MEMORY, remove_unclaimed
@@ -38,12 +38,6 @@ def _list_children(parent: int) -> Iterator[tuple[int, str]]:
                 yield int(entry.name), command.strip()
 
 
-def processor_time(pids: Iterable[int]) -> float:
-    """Seconds of processor that these have used together; those that ended count nothing."""
-    states = [state for pid in pids if (state := _read_stat(pid)) is not None]
-    return sum(state[2] for state in states) / os.sysconf("SC_CLK_TCK")
-
-
 def remove_remains() -> None:
     """Removes the shared memory and the folders of servers that were killed with their keepers, and nobody else's."""
     for path in SHARED_MEMORY.glob(f"{PREFIX}_*_{OWNER}"):
@@ -51,11 +45,11 @@ def remove_remains() -> None:
             remove_unclaimed(match[1])
 
 
-def _read_stat(pid: int) -> tuple[str, int, int] | None:
-    """State, parent and processor time (in ticks) of a process, None where there is none."""
+def _read_stat(pid: int) -> tuple[str, int] | None:
+    """State and parent of a process, None where there is none."""
     try:
         text = Path(f"/proc/{pid}/stat").read_text()
     except OSError:
         return None
     fields = text.rpartition(")")[2].split()  # from the third of proc(5)'s
-    return fields[0], int(fields[1]), int(fields[11]) + int(fields[12])
+    return fields[0], int(fields[1])

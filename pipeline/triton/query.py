@@ -29,11 +29,14 @@ OPTIONS: dict[str, tuple[str, str, str]] = {
     "return_log_probs": ("return_log_probs", "return_log_probs", "BOOL"),
 }
 NUMPY = {"INT32": "int32", "UINT64": "uint64", "FP32": "float32", "BOOL": "bool"}
+LARGEST_FP32 = 3.4e38
+# Parameters of Triton's protocol that are not a request's to say, as tritonclient has it, and how the others begin.
+RESERVED = ("sequence_id", "sequence_start", "sequence_end", "priority", "binary_data_output", "triton_")
 # Type of a tensor -> what a value of it is, and the values it holds.
 VALUES: dict[str, tuple[str, Callable[[Any], bool]]] = {
     "INT32": ("a whole number", lambda value: type(value) is int and -(2**31) <= value < 2**31),
     "UINT64": ("a whole number from 0", lambda value: type(value) is int and 0 <= value < 2**64),
-    "FP32": ("a number", lambda value: type(value) in (int, float)),
+    "FP32": ("a finite number", lambda value: type(value) in (int, float) and abs(value) <= LARGEST_FP32),
     "BOOL": ("true or false", lambda value: type(value) is bool),
 }
 
@@ -79,6 +82,12 @@ class Query:
             yield f"stop is {self.stop!r}, not a list of texts"
         if not isinstance(self.parameters, Mapping):
             yield f"parameters are {self.parameters!r}, not an object"
+            return
+        for name, value in self.parameters.items():
+            if not isinstance(name, str) or name in RESERVED or name.startswith(RESERVED[-1]):
+                yield f"the parameter {name!r} is Triton's own"
+            if not _is_parameter(value):
+                yield f"the parameter {name} is {value!r}, not text, true, false or a number"
         if not all(map(_is_encodable, (self.text or "", *self.stop, _write(self.messages or ())))):
             yield "the query holds bytes that are not UTF-8"
         for name, value in self.options.items():
@@ -93,6 +102,13 @@ class Query:
 
 def _is_list(value: object) -> bool:
     return isinstance(value, Sequence) and not isinstance(value, str)
+
+
+def _is_parameter(value: object) -> bool:
+    """Whether Triton's protocol can carry it."""
+    if isinstance(value, int):
+        return -(2**63) <= value < 2**63
+    return (isinstance(value, str) and _is_encodable(value)) or isinstance(value, float)
 
 
 def _is_encodable(text: str) -> bool:

@@ -200,7 +200,7 @@ def _read_description(engine: Path) -> EngineDescription:
 def _read_json(path: Path) -> dict[str, Any]:
     try:
         value = json.loads(path.read_text(encoding="utf-8"))
-    except (OSError, ValueError) as error:
+    except (OSError, ValueError, RecursionError) as error:
         raise PackageError(f"{path}: {error}", hint="run the build stage again") from error
     if not isinstance(value, dict):
         raise PackageError(f"{path}: does not hold a JSON object", hint="run the build stage again")

@@ -8,7 +8,6 @@ from __future__ import annotations
 
 import contextlib
 import os
-import re
 import secrets
 import shutil
 import tempfile
@@ -24,18 +23,15 @@ from pipeline.triton.errors import ServerError
 from pipeline.triton.installation import Installation, mirror
 from pipeline.triton.keeper import FOLDER
 from pipeline.triton.kept import Kept
-from pipeline.triton.processes import PREFIX, find_stubs, processor_time, remove_remains
+from pipeline.triton.processes import PREFIX, find_stubs, remove_remains
+from pipeline.triton.server_log import ServerLog
 
 STUB_S = 300
 # Triton's exit time-out counts requests in flight and the end of its models' processes together.
 UNLOAD_S = 10.0
-# A start that stands still is made once more: on a machine under great load it happens that a model's process is ready
-# and tritonserver does not take notice, both waiting for the other. Still is below this share of a processor.
-STALL_S, STALL_SHARE = 30.0, 0.02
-# What of the log explains a failure: Triton's own error lines, and a Python model's last words.
-_ERROR_LINE = re.compile(r"E\d{4} |error: |\w*Error: |\w*Exception: |terminate")
-# Triton without a GPU says these as errors, and means nothing by them.
-_NOISE = re.compile(r"CUDA driver version|NVML|DCGM|Cuda[A-Z]|unable to create stream|pinned")
+# Of a model whose process got no processor for a second while it was loaded, as on a busy machine: Triton has given it
+# up (see keeper.Overdue), and it is loaded again.
+GIVEN_UP = "is not healthy"
 
 
 class TritonServer:
@@ -63,25 +59,14 @@ class TritonServer:
         self.prefix = f"{PREFIX}_{os.getpid()}_{secrets.token_hex(4)}_"
         self._kept: Kept | None = None
         self._folder: Path | None = None  # made by start; there is nothing to remove before
-        self._log_start = 0  # where this start's lines begin: the log may be that of many
+        self._log = ServerLog(log)
 
     def start(self, deadline: float) -> None:
         """Starts it and waits until every model is loaded. Raises ServerError with the reasons where one cannot be, or
         not within `deadline` seconds: a model's process that cannot start makes Triton wait for ever."""
         self.addresses.check()
-        self._open_log()
+        self._log.open()
         remove_remains()
-        end = time.monotonic() + deadline
-        live = self._try_start(end, patient=False)
-        if not live and time.monotonic() < end:
-            live = self._try_start(end, patient=True)
-        if not live:
-            raise ServerError(
-                f"tritonserver did not load its models in {deadline:g} s\n{self.errors()}".rstrip(), hint=self._hint
-            )
-
-    def _try_start(self, end: float, *, patient: bool) -> bool:
-        """Whether it was live before `end`, or where not `patient`, before it stood still; it is stopped if not."""
         self._folder = Path(tempfile.mkdtemp(prefix=FOLDER))
         try:
             self.installation.link_backends(self._backends, *self.backends)
@@ -89,14 +74,25 @@ class TritonServer:
             if (artifacts := self.repository.parent / ARTIFACTS).is_dir():  # which the models name by relative paths
                 (self._models.parent / ARTIFACTS).symlink_to(artifacts.resolve(), target_is_directory=True)
             self._launch()
-            if not self._wait_until_live(end, patient):
-                self.stop(grace=0)
-                return False
-            self._check_models()
-            return True
+            end = time.monotonic() + deadline
+            self._wait_until_live(end, deadline)
+            self._load_given_up(end)
+            if problems := self.control.find_unloaded():
+                raise ServerError("\n".join(problems.values()), hint=self._hint)
         except BaseException:
             self.stop(grace=0)
             raise
+
+    def load(self, *models: str, deadline: float) -> None:
+        """Loads models of a server that runs. Raises ServerError with the reason of the first that cannot be, or not
+        within `deadline` seconds."""
+        end = time.monotonic() + deadline
+        try:
+            self.control.load(*models, deadline=deadline)
+        except ServerError as error:
+            if GIVEN_UP not in error.message:
+                raise
+            self._load_given_up(end)
 
     def drain(self) -> None:
         """From now on new requests are refused, over every protocol, and those in flight are answered. Triton itself
@@ -144,26 +140,9 @@ class TritonServer:
         """The Python models' processes, by process id: the name that the stub was started with."""
         return {} if self.pid is None else find_stubs(self.pid)
 
-    def errors(self, lines: int = 6) -> str:
+    def errors(self) -> str:
         """The log's last errors since the start, for messages."""
-        try:
-            with open(self.log, encoding="utf-8", errors="replace") as log:
-                log.seek(self._log_start)
-                text = log.read()
-        except OSError:
-            return ""
-        found = [line for line in text.splitlines() if _ERROR_LINE.match(line) and not _NOISE.search(line)]
-        return "\n".join(line.strip() for line in found[-lines:])
-
-    def _open_log(self) -> None:
-        try:
-            self.log.parent.mkdir(parents=True, exist_ok=True)
-            with open(self.log, "ab") as log:
-                self._log_start = log.tell()
-        except OSError as error:
-            raise ServerError(
-                f"{self.log}: the server's log cannot be written: {error.strerror}", hint="name another file with --log"
-            ) from error
+        return self._log.errors()
 
     def _launch(self) -> None:
         job = {
@@ -205,24 +184,25 @@ class TritonServer:
             command.append(f"--cache-directory={self.installation.caches}")
         return command
 
-    def _wait_until_live(self, end: float, patient: bool) -> bool:
-        since, used = time.monotonic(), 0.0
-        while (now := time.monotonic()) < end:
+    def _wait_until_live(self, end: float, deadline: float) -> None:
+        while time.monotonic() < end:
             if not self.running:
                 raise ServerError(f"tritonserver ended at its start\n{self.errors()}".rstrip(), hint=self._hint)
             if self.control.is_live():
-                return True
-            if not patient and now - since >= STALL_S:
-                before, used = used, processor_time(self.stubs)
-                if self.stubs and used - before < STALL_SHARE * (now - since):
-                    return False
-                since = now
+                return
             time.sleep(0.05)
-        return False
+        raise ServerError(
+            f"tritonserver did not load its models in {deadline:g} s\n{self.errors()}".rstrip(), hint=self._hint
+        )
 
-    def _check_models(self) -> None:
-        if problems := self.control.find_unloaded():
-            raise ServerError("\n".join(problems), hint=self._hint)
+    def _load_given_up(self, end: float) -> None:
+        """Loads what Triton has given up again, until there is nothing of it, or it is too late. Raises ServerError."""
+        while given_up := [name for name, problem in self.control.find_unloaded().items() if GIVEN_UP in problem]:
+            try:
+                self.control.load(*given_up, deadline=max(0.1, end - time.monotonic()))
+            except ServerError as error:
+                if GIVEN_UP not in error.message or time.monotonic() > end:
+                    raise
 
     @property
     def _place(self) -> Path:

@@ -182,8 +182,7 @@ class Supervisor:
     def _reload(self, models: list[str]) -> None:
         for model in models:
             self.server.control.unload(model, deadline=self.patience.canary)
-        for model in models:
-            self.server.control.load(model, deadline=self.patience.start)
+        self.server.load(*models, deadline=self.patience.start)
         seconds = self._confirm()
         self._say(f"{', '.join(models)} loaded again, a request answered in {format_seconds(seconds)}")
 

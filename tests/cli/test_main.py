@@ -212,3 +212,16 @@ def test_sigterm_ends_a_run_as_an_exception_does(tmp_path):
     child.send_signal(signal.SIGTERM)
     assert child.communicate()[0] == "cleaned\n"
     assert child.returncode == 143
+
+
+def test_a_full_disk_behind_the_output_is_no_bug():
+    with open("/dev/full", "w") as full:
+        result = subprocess.run(
+            [sys.executable, "-m", "pipeline.cli.main", "schema"],
+            stdout=full,
+            stderr=subprocess.PIPE,
+            text=True,
+            check=False,
+        )
+    assert result.returncode == 1
+    assert result.stderr.startswith("error: the output cannot be written: No space left on device")

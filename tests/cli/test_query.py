@@ -10,6 +10,7 @@ import pytest
 from click.testing import CliRunner
 
 from pipeline.cli.query import command
+from pipeline.cli.serve import command as serve
 from pipeline.runtime.errors import ServingError
 from pipeline.triton.errors import ServerError
 
@@ -29,6 +30,8 @@ def run(*arguments: str) -> Any:
         ('{"prompt": "a", "max_tokens": "three"}', "max_tokens is 'three'"),
         ('{"prompt": "a", "stop": "x"}', "stop is 'x'"),
         ('{"input_ids": [1.5]}', "not a list of whole numbers"),
+        ("[" * 100_000, "is nested too deeply"),
+        ('{"prompt": "a", "parameters": {"priority": 1}}', "the parameter 'priority' is Triton's own"),
     ],
 )
 def test_a_bad_line_is_named_before_anything_is_asked(tmp_path: Path, line: str, problem: str) -> None:
@@ -37,6 +40,24 @@ def test_a_bad_line_is_named_before_anything_is_asked(tmp_path: Path, line: str,
     result = run("--file", str(file))
     assert result.exit_code == 2
     assert f"{file}:3: " in result.output and problem in result.output
+
+
+@pytest.mark.parametrize("seconds", ["inf", "nan", "1e300", "-1"])
+def test_a_time_that_nobody_can_wait_is_refused(seconds: str) -> None:
+    result = run("x", f"--timeout={seconds}")
+    assert result.exit_code == 2 and "Invalid value for '--timeout'" in result.output
+    result = CliRunner().invoke(serve, ["a.yaml", f"--grace={seconds}"])
+    assert result.exit_code == 2 and "Invalid value for '--grace'" in result.output
+
+
+def test_token_ids_are_no_chat() -> None:
+    result = run("--chat", "--input-ids=5")
+    assert result.exit_code == 2 and "--chat goes with text" in result.output
+
+
+def test_an_empty_address_is_refused() -> None:
+    result = run("x", "--url=")
+    assert isinstance(result.exception, ServerError) and "address is empty" in result.exception.message
 
 
 def test_an_absent_server_is_told_once(tmp_path: Path) -> None:

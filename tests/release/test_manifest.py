@@ -145,9 +145,10 @@ def test_wrong_sizes_show_without_reading(folder):
         f"{folder / first} is missing",
         f"{folder / second} has {size + 4:,} bytes, manifest.json says {size:,}",
     ]
-    (folder / MANIFEST).write_text("{}")
-    with pytest.raises(PackageError, match="is not a manifest"):
-        find_wrong_sizes(folder)
+    for text in ("{}", '{"files": {"a": {"size": 1e999}}}', "[" * 100_000):
+        (folder / MANIFEST).write_text(text)
+        with pytest.raises(PackageError, match="is not a manifest"):
+            find_wrong_sizes(folder)
 
 
 def test_a_flipped_bit_of_a_large_file_is_found(folder):

@@ -47,13 +47,20 @@ class Served:
         return InterpreterRunner(self.program, mode="exact")
 
 
-def make_config(name: str = "served", parallel: dict[str, int] | None = None, **package: object) -> Config:
+def make_config(
+    name: str = "served", parallel: dict[str, int] | None = None, *, max_batch_size: int = 8, **package: object
+) -> Config:
     return Config(
         name=name,
         model={"path": Path("models/test")},
         target={"gpu": "L4", "parallel": parallel or {}},
         stages={
-            "build": {"block_size": BLOCK_SIZE, "max_batch_size": 8, "max_seq_len": 256, "max_num_tokens": 128},
+            "build": {
+                "block_size": BLOCK_SIZE,
+                "max_batch_size": max_batch_size,
+                "max_seq_len": 256,
+                "max_num_tokens": 128,
+            },
             "package": {"interpreter_mode": "exact", **package},
         },
     )

@@ -11,7 +11,8 @@ import numpy as np
 import pytest
 import torch
 from transformers import AutoModelForCausalLM, AutoTokenizer
-from tritonclient.grpc import InferenceServerClient
+from tritonclient.grpc import InferenceServerClient, InferInput
+from tritonclient.utils import InferenceServerException
 
 from pipeline.runtime.errors import ServingError
 from pipeline.triton.client import Client, ask_all
@@ -311,6 +312,30 @@ def test_a_bad_row_of_a_batch_is_refused_with_it(url):
     responses, (error,) = raw(url, "tensorrt_llm", tensors)
     assert error.startswith("row 1: request_output_len is 100000")
     assert all(response["batch_index"].item() == 0 for response in responses)
+
+
+def test_messages_that_are_nested_too_deeply_are_refused(server):
+    """They were not answered at all, and their client waited for ever."""
+    body = json.dumps({"messages": "[" * 10_000, "max_tokens": 2}).encode()
+    with pytest.raises(urllib.error.HTTPError) as caught:
+        post(server, "/v2/models/tensorrt_llm_bls/generate", body)
+    with caught.value as error:
+        assert "messages: is nested too deeply" in json.loads(error.read())["error"]
+
+
+@pytest.mark.parametrize(("ids", "problem"), [([[-5, 6]], "token -5 is below 0"), ([[]], None)])
+def test_token_ids_that_are_none(url, ids, problem):
+    """Through `postprocessing`, which answers a batch together."""
+    tokens = InferInput("TOKENS_BATCH", [1, 1, len(ids[0])], "INT32")
+    tokens.set_data_from_numpy(np.array([ids], np.int32))
+    lengths = InferInput("SEQUENCE_LENGTH", [1, 1], "INT32")
+    lengths.set_data_from_numpy(np.array([[len(ids[0])]], np.int32))
+    with InferenceServerClient(url) as client:
+        if problem is None:
+            assert client.infer("postprocessing", [tokens, lengths]).as_numpy("OUTPUT").tolist() == [b""]
+        else:
+            with pytest.raises(InferenceServerException, match=problem):
+                client.infer("postprocessing", [tokens, lengths])
 
 
 @pytest.mark.parametrize("body", [b"{", b"[]", b'{"max_tokens": "x"}', b"\xff\xfe"])

@@ -23,6 +23,7 @@ from tritonclient.http import InferenceServerClient as HttpClient
 from tritonclient.utils import InferenceServerException
 
 from tests.serving.asking import make_inputs, text_of, tokens_of
+from tests.serving.memory import list_processes
 
 TRTSEEK = str(Path(sys.executable).with_name("trtseek"))
 URL = r"gRPC at (\S+), HTTP at (\S+), metrics at (\S+)"
@@ -68,21 +69,7 @@ class Serving:
 
     def processes(self):
         """Process ids and command lines of the keeper, the server and its stubs: all whose ancestor is `serve`."""
-        parents, commands = {}, {}
-        for entry in Path("/proc").iterdir():
-            if entry.name.isdigit():
-                try:
-                    stat = (entry / "stat").read_text().rpartition(")")[2].split()
-                    commands[int(entry.name)] = (entry / "cmdline").read_bytes().replace(b"\0", b" ").decode()
-                except OSError:
-                    continue
-                parents[int(entry.name)] = int(stat[1]) if stat[0] != "Z" else 0
-        found, changed = {self.process.pid}, True
-        while changed:
-            new = {pid for pid, parent in parents.items() if parent in found} - found
-            found |= new
-            changed = bool(new)
-        return {pid: commands[pid] for pid in found if pid in commands}
+        return list_processes(self.process.pid)
 
     def end(self):
         output = self.process.communicate(timeout=120)

@@ -11,9 +11,10 @@ from pipeline.errors import PackageError
 from pipeline.progress import SILENT
 from pipeline.stages import package_check
 from pipeline.stages.package import STAGE
-from pipeline.triton import canary, installation
+from pipeline.triton import canary, footprint, installation
 from pipeline.triton import package as packages
 from pipeline.triton.errors import ServerError
+from pipeline.triton.footprint import Part
 
 
 class Notes(type(SILENT)):
@@ -45,7 +46,11 @@ def asked(monkeypatch):
 
     monkeypatch.setattr(canary, "check_package", check)
     monkeypatch.setattr(installation, "find_installation", lambda: None)
-    monkeypatch.setattr("pipeline.host_memory.free_memory", lambda: 64 << 30)
+    # What it would take is estimated of a real package in tests/serving.
+    parts = (Part(name="one", processes=2, nbytes=3 << 30), Part(name="other", processes=1, nbytes=4 << 30))
+    monkeypatch.setattr(footprint, "estimate_memory", lambda package, rehearsal: parts)
+    monkeypatch.setattr(packages, "find_package", lambda folder: None)
+    monkeypatch.setattr("pipeline.host_memory.free_memory", lambda: 7 << 30)
     return tried
 
 
@@ -92,14 +97,13 @@ def test_without_a_server_it_is_noted_or_an_error(tmp_path, asked, monkeypatch):
         package_check.check_package(make_context(tmp_path, "always"), tmp_path, tmp_path)
 
 
-def test_a_model_larger_than_memory_is_not_tried(tmp_path, asked, monkeypatch):
-    monkeypatch.setattr("pipeline.host_memory.free_memory", lambda: 3 << 30)
-    with open(tmp_path / "model.safetensors", "wb") as file:
-        file.truncate(1 << 30)  # a hole: no disk is taken
+def test_what_does_not_fit_in_memory_is_not_tried(tmp_path, asked, monkeypatch):
+    monkeypatch.setattr("pipeline.host_memory.free_memory", lambda: (7 << 30) - 1)
     context = make_context(tmp_path, "auto")
     package_check.check_package(context, tmp_path, tmp_path)
     assert asked == []
-    assert context.notes[0].startswith("not loaded in a server: it may need 7.52 GB of memory")
+    (note,) = context.notes
+    assert note == "not loaded in a server: its 3 processes may need 7.52 GB of memory, and 7.52 GB are free"
     package_check.check_package(make_context(tmp_path, "always"), tmp_path, tmp_path)
     assert asked == [tmp_path]
 

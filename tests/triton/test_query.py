@@ -6,9 +6,10 @@ from typing import Any
 
 import numpy as np
 import pytest
+from tritonclient.utils import InferenceServerException
 
 from pipeline.runtime.errors import ServingError
-from pipeline.triton.client import _explain
+from pipeline.triton.client import Client, _explain
 from pipeline.triton.errors import ServerError
 from pipeline.triton.model_config import load_base
 from pipeline.triton.query import NUMPY, OPTIONS, Query, build_inputs
@@ -45,10 +46,19 @@ def test_tensors_of_text_and_of_tokens() -> None:
         ({"messages": ["hi"]}, "not a list of objects"),
         ({"text": "a", "stop": "x"}, "stop is 'x', not a list of texts"),
         ({"text": "a", "parameters": []}, "parameters are"),
+        ({"text": "a", "parameters": {"priority": 1}}, "the parameter 'priority' is Triton's own"),
+        ({"text": "a", "parameters": {"triton_x": "y"}}, "the parameter 'triton_x' is Triton's own"),
+        ({"text": "a", "parameters": {"x": [1]}}, r"the parameter x is \[1\], not text"),
+        ({"text": "a", "parameters": {"x": None}}, "the parameter x is None, not text"),
+        ({"text": "a", "parameters": {"x": 2**63}}, "the parameter x is 9223372036854775808, not text"),
+        ({"text": "a", "parameters": {"x": "\udce9"}}, "the parameter x is '.udce9', not text"),
         ({"text": "a", "options": {"max_tokens": "three"}}, "max_tokens is 'three', not a whole number"),
         ({"text": "a", "options": {"max_tokens": 2**31}}, "max_tokens is 2147483648"),
         ({"text": "a", "options": {"seed": -1}}, "seed is -1"),
-        ({"text": "a", "options": {"temperature": "hot"}}, "temperature is 'hot', not a number"),
+        ({"text": "a", "options": {"temperature": "hot"}}, "temperature is 'hot', not a finite number"),
+        ({"text": "a", "options": {"temperature": 10**400}}, "temperature is 1000"),
+        ({"text": "a", "options": {"top_p": float("nan")}}, "top_p is nan, not a finite number"),
+        ({"text": "a", "options": {"top_p": float("inf")}}, "top_p is inf, not a finite number"),
         ({"text": "a", "options": {"return_log_probs": 1}}, "return_log_probs is 1, not true or false"),
         ({"text": "a", "options": {"heat": 1}}, "unknown options heat"),
         ({"input_ids": [1], "stop": ["x"]}, "stop strings need text"),
@@ -89,3 +99,15 @@ def test_an_absent_server_is_said_in_few_words(message: str, words: str) -> None
     assert isinstance(error, ServerError)
     assert error.message.startswith(f"no server answers at here:9: {words}")
     assert error.hint is not None and "HOST:PORT" in error.hint
+
+
+def test_what_the_client_library_refuses_is_said_and_not_waited_for(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Nothing is sent then, and nobody answers."""
+
+    def refuse(*_: object, **__: object) -> None:
+        raise InferenceServerException("no such thing")
+
+    with Client("127.0.0.1:9") as client:
+        monkeypatch.setattr(client._client, "async_stream_infer", refuse)
+        with pytest.raises(ServingError, match="no such thing"):
+            client.ask(Query(text="a"), timeout=30)

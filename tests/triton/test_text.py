@@ -180,6 +180,7 @@ def test_a_prompt_that_begins_with_bos_gets_no_second_one(tokenizer, reference):
         ("[]", "must be a list"),
         ('{"role": "user"}', "must be a list"),
         ('["hi"]', "must be a list"),
+        ("[" * 100_000, "is nested too deeply"),
     ],
 )
 def test_a_chat_that_is_none_is_refused(modules, tokenizer, messages, problem):

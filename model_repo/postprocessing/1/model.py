@@ -5,12 +5,12 @@ from __future__ import annotations
 from typing import Any
 
 import triton_python_backend_utils as pb_utils
-from trtseek_text import RequestError, Tokenizer, decode_batch, end_quickly, read_flag, read_parameters, resolve_path
+from trtseek_text import RequestError, Tokenizer, decode_batch, lighten_stub, read_flag, read_parameters, resolve_path
 
 
 class TritonPythonModel:
     def initialize(self, args: dict[str, str]) -> None:
-        end_quickly()
+        lighten_stub()
         parameters = read_parameters(args)
         self.tokenizer = Tokenizer(
             resolve_path(args, parameters["tokenizer_dir"]),

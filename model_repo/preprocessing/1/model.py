@@ -15,8 +15,8 @@ from trtseek_text import (
     encode_bias,
     encode_prompts,
     encode_words,
-    end_quickly,
     is_draining,
+    lighten_stub,
     read_flag,
     read_parameters,
     resolve_path,
@@ -29,7 +29,7 @@ TEXTS = ("QUERY", "BAD_WORDS_DICT", "STOP_WORDS_DICT", "EMBEDDING_BIAS_WORDS")
 
 class TritonPythonModel:
     def initialize(self, args: dict[str, str]) -> None:
-        end_quickly()
+        lighten_stub()
         parameters = read_parameters(args)
         self.tokenizer = Tokenizer(
             resolve_path(args, parameters["tokenizer_dir"]),

@@ -8,8 +8,10 @@ cancels, is noticed by one more thread, which then has `tensorrt_llm` stop: Trit
 from __future__ import annotations
 
 import concurrent.futures
+import contextlib
 import json
 import threading
+from collections.abc import Iterator
 from typing import Any
 
 import triton_python_backend_utils as pb_utils
@@ -20,8 +22,8 @@ from trtseek_text import (
     DRAINING,
     RequestError,
     Tokenizer,
-    end_quickly,
     is_draining,
+    lighten_stub,
     poll_seconds,
     read_flag,
     read_parameters,
@@ -33,7 +35,7 @@ FINAL = pb_utils.TRITONSERVER_RESPONSE_COMPLETE_FINAL
 
 class TritonPythonModel:
     def initialize(self, args: dict[str, str]) -> None:
-        end_quickly()
+        lighten_stub()
         parameters = read_parameters(args)
         self.tokenizer = Tokenizer(
             resolve_path(args, parameters["tokenizer_dir"]),
@@ -73,11 +75,9 @@ class TritonPythonModel:
 
     def _serve(self, call: Call) -> None:
         """Answers one request, whatever happens: a request without an answer makes its client wait for ever."""
-        try:
+        prompts: list[Prompt] = []
+        with answering(call):
             prompts = read_prompts(self.tokenizer, call.inputs, max_bytes=self.max_bytes)
-        except RequestError as error:
-            call.fail(str(error), pb_utils.TritonError.INVALID_ARG)
-            prompts = []
         threads = [
             threading.Thread(target=self._serve_row, args=(call, row, prompt, len(prompts)))
             for row, prompt in enumerate(prompts[1:], 1)
@@ -92,14 +92,9 @@ class TritonPythonModel:
         call.close()
 
     def _serve_row(self, call: Call, row: int, prompt: Prompt, rows: int) -> None:
-        try:
+        with answering(call):
             inputs = build_inputs(self.tokenizer, call.inputs, prompt, row=row, rows=rows)
             self._relay(call, Answer(self.tokenizer, prompt, row=row, accumulates=self.accumulates), inputs)
-        except RequestError as error:
-            call.fail(str(error), pb_utils.TritonError.INVALID_ARG)
-        except Exception as error:
-            pb_utils.Logger.log_error(f"a request failed: {error!r}")
-            call.fail(f"the request failed: {error!r}", pb_utils.TritonError.INTERNAL)
 
     def _relay(self, call: Call, answer: Answer, inputs: Arrays) -> None:
         """From `tensorrt_llm` to the client."""
@@ -174,3 +169,15 @@ class Call:
             if self._error is not None:
                 self._sender.send(self._error)
             self._error = pb_utils.InferenceResponse(error=pb_utils.TritonError(message, code))
+
+
+@contextlib.contextmanager
+def answering(call: Call) -> Iterator[None]:
+    """What is raised within is the answer."""
+    try:
+        yield
+    except RequestError as error:
+        call.fail(str(error), pb_utils.TritonError.INVALID_ARG)
+    except Exception as error:
+        pb_utils.Logger.log_error(f"a request failed: {error!r}")
+        call.fail(f"the request failed: {error!r}", pb_utils.TritonError.INTERNAL)

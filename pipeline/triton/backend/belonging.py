@@ -65,7 +65,7 @@ def describe(folder: Path, parameters: Mapping[str, str]) -> EngineDescription:
 def _read_json(path: Path, problems: list[str]) -> dict[str, Any] | None:
     try:
         document = json.loads(path.read_text(encoding="utf-8"))
-    except (OSError, ValueError) as error:
+    except (OSError, ValueError, RecursionError) as error:
         problems.append(f"{path.name}: {error}")
         return None
     if isinstance(document, dict):

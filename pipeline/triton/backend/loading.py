@@ -12,7 +12,6 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, cast
 
-from pipeline.engine.description import EngineDescription
 from pipeline.engine.tensorrt import list_device_sms
 from pipeline.errors import CompatibilityError, PackageError
 from pipeline.host_memory import free_memory
@@ -97,7 +96,7 @@ def _load_engine(folder: Path, parameters: Mapping[str, str]) -> Loaded:
     else:
         runner = ranks.run_engine(engine, description, weights_fraction=weights)
     fraction = float(parameters.get("kv_cache_free_gpu_mem_fraction", "0.9"))
-    blocks = min(runner.count_blocks(fraction), _count_wanted(description, parameters))
+    blocks = min(runner.count_blocks(fraction), count_wanted(description.limits, parameters))
     limits = Limits.of_engine(description.limits, blocks)
     return Loaded(runner=runner, limits=limits, vocab_size=architecture.vocab_size, kind="engine", close=close)
 
@@ -125,7 +124,7 @@ def _load_interpreter(folder: Path, parameters: Mapping[str, str]) -> Loaded:
         [rank.spec for rank in description.all_ranks],
         description.limits,
         mode=mode,
-        blocks=_count_wanted(description, parameters),
+        blocks=count_wanted(description.limits, parameters),
     )
     return replace(loaded, close=runner.close) if isinstance(runner, RankGroup) else loaded
 
@@ -141,17 +140,7 @@ def serve_on_host(
 ) -> Loaded:
     """An interpreter's runner, with as many of the KV `blocks` as memory has room for, over the networks of all ranks.
     Raises CompatibilityError where not even one sequence has."""
-    from pipeline.interpreter.numerics import Numerics
-    from pipeline.network import inputs
-
-    held = Numerics(cast("Any", mode)).held
-    block_bytes = sum(
-        math.prod(port.resolve({"NB": 1})) * held(port.dtype).itemsize
-        for spec in specs
-        for port in inputs.pools(architecture, spec)
-    )
-    affordable = int(free_memory() * HOST_POOL_FRACTION) // block_bytes
-    blocks = min(blocks, build.max_blocks, affordable)
+    blocks = min(blocks, build.max_blocks, count_affordable(measure_block(architecture, specs, mode)))
     needed = build.table_width(build.max_seq_len) + 1
     if blocks < needed:
         raise CompatibilityError(
@@ -169,8 +158,25 @@ def serve_on_host(
     )
 
 
-def _count_wanted(description: EngineDescription, parameters: Mapping[str, str]) -> int:
+def measure_block(architecture: Architecture, specs: Sequence[NetworkSpec], mode: str) -> int:
+    """Bytes that a KV block takes on the host, in the pools of all ranks together."""
+    from pipeline.interpreter.numerics import Numerics
+    from pipeline.network import inputs
+
+    held = Numerics(cast("Any", mode)).held
+    return sum(
+        math.prod(port.resolve({"NB": 1})) * held(port.dtype).itemsize
+        for spec in specs
+        for port in inputs.pools(architecture, spec)
+    )
+
+
+def count_affordable(block_bytes: int) -> int:
+    """Blocks that the host's memory has room for now."""
+    return int(free_memory() * HOST_POOL_FRACTION) // block_bytes
+
+
+def count_wanted(limits: BuildLimits, parameters: Mapping[str, str]) -> int:
+    """KV blocks that the model is to have where memory allows, with the one for padding, which holds no token."""
     tokens = parameters.get("max_tokens_in_paged_kv_cache")
-    if tokens is None:
-        return description.limits.max_blocks
-    return 1 + int(tokens) // description.limits.block_size  # block 0 holds no token
+    return limits.max_blocks if tokens is None else 1 + int(tokens) // limits.block_size

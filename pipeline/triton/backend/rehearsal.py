@@ -9,11 +9,13 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any, cast
 
 from pipeline.errors import PackageError
-from pipeline.triton.backend.loading import serve_on_host
+from pipeline.triton.backend.loading import count_wanted, serve_on_host
 
 if TYPE_CHECKING:
+    from pipeline.checkpoint.architecture import Architecture
     from pipeline.engine.limits import BuildLimits
     from pipeline.engine.tensorrt_llm.engine_folder import EngineFolder
+    from pipeline.network.spec import NetworkSpec
     from pipeline.triton.backend.loading import Loaded
 
 CHECKPOINT, MODE = "TRTSEEK_REHEARSAL_CHECKPOINT", "TRTSEEK_REHEARSAL_MODE"
@@ -28,9 +30,7 @@ def load_rehearsal(parameters: Mapping[str, str]) -> Loaded:
     """Of a model whose parameters are TensorRT-LLM's. Raises PackageError outside a rehearsal, BuildError where the
     engine's folder is damaged."""
     from pipeline.checkpoint.folder import CheckpointFolder
-    from pipeline.engine.tensorrt_llm.engine_folder import read_engine_folder
     from pipeline.evaluation.forward import read_program
-    from pipeline.network.spec import NetworkSpec
     from pipeline.runtime.runner import InterpreterRunner
 
     if CHECKPOINT not in os.environ:
@@ -38,24 +38,24 @@ def load_rehearsal(parameters: Mapping[str, str]) -> Loaded:
             f"backend tensorrtllm is NVIDIA's, and this stands in for it in rehearsals alone: {CHECKPOINT} is not set",
             hint="run the repository in NVIDIA's image (launch.sh), or rehearse it with `trtseek serve --rehearse`",
         )
-    engine = read_engine_folder(Path(parameters["gpt_model_path"]))
     checkpoint = CheckpointFolder.open(Path(os.environ[CHECKPOINT]))
-    limits = read_limits(engine)
-    spec = NetworkSpec(
-        dtype=checkpoint.architecture.dtype, max_seq_len=limits.max_seq_len, block_size=limits.block_size
-    )
+    spec, limits, blocks = plan_rehearsal(Path(parameters["gpt_model_path"]), parameters, checkpoint.architecture)
     runner = InterpreterRunner(
         read_program(checkpoint, checkpoint.architecture, spec), mode=cast("Any", os.environ[MODE])
     )
-    tokens = parameters.get("max_tokens_in_paged_kv_cache")
-    return serve_on_host(
-        runner,
-        checkpoint.architecture,
-        [spec],
-        limits,
-        mode=os.environ[MODE],
-        blocks=limits.max_blocks if tokens is None else 1 + int(tokens) // limits.block_size,
-    )
+    return serve_on_host(runner, checkpoint.architecture, [spec], limits, mode=os.environ[MODE], blocks=blocks)
+
+
+def plan_rehearsal(
+    engine: Path, parameters: Mapping[str, str], architecture: Architecture
+) -> tuple[NetworkSpec, BuildLimits, int]:
+    """The network that stands in for the engine in this folder, its limits, and how many KV blocks it is to have."""
+    from pipeline.engine.tensorrt_llm.engine_folder import read_engine_folder
+    from pipeline.network.spec import NetworkSpec
+
+    limits = read_limits(read_engine_folder(engine))
+    spec = NetworkSpec(dtype=architecture.dtype, max_seq_len=limits.max_seq_len, block_size=limits.block_size)
+    return spec, limits, count_wanted(limits, parameters)
 
 
 def read_limits(engine: EngineFolder) -> BuildLimits:

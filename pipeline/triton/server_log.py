@@ -1,0 +1,44 @@
+"""A server's log: that it can be written, and what of it explains a failure."""
+
+from __future__ import annotations
+
+import re
+from pathlib import Path
+
+from pipeline.triton.errors import ServerError
+
+# What explains one: Triton's own error lines, and a Python model's last words.
+_ERROR_LINE = re.compile(r"E\d{4} |error: |\w*Error: |\w*Exception: |terminate")
+# Triton without a GPU says these as errors, and means nothing by them.
+_NOISE = re.compile(r"CUDA driver version|NVML|DCGM|Cuda[A-Z]|unable to create stream|pinned")
+
+
+class ServerLog:
+    """The file may be that of many starts: `open` marks where this one's lines begin."""
+
+    def __init__(self, path: Path) -> None:
+        self.path = path
+        self._start = 0
+
+    def open(self) -> None:
+        """Raises ServerError where it cannot be written."""
+        try:
+            self.path.parent.mkdir(parents=True, exist_ok=True)
+            with open(self.path, "ab") as log:
+                self._start = log.tell()
+        except OSError as error:
+            raise ServerError(
+                f"{self.path}: the server's log cannot be written: {error.strerror}",
+                hint="name another file with --log",
+            ) from error
+
+    def errors(self, lines: int = 6) -> str:
+        """The last errors since the start, for messages."""
+        try:
+            with open(self.path, encoding="utf-8", errors="replace") as log:
+                log.seek(self._start)
+                text = log.read()
+        except OSError:
+            return ""
+        found = [line for line in text.splitlines() if _ERROR_LINE.match(line) and not _NOISE.search(line)]
+        return "\n".join(line.strip() for line in found[-lines:])
