@@ -19,8 +19,8 @@ from benchmarks.loopback import keep_local, loop_back
 from benchmarks.passed import main as record_main
 from plugins.operation import Exchange, Input, Operation, Scratch
 from plugins.passed import find_run
-from plugins.resources import list_subjects
 from plugins.simulator import Simulator
+from plugins.subjects import list_subjects
 from tests.passes import save_fake_run
 from tests.plugins.experts_cases import BASE, STORAGES
 from tests.plugins.test_moe_all_to_all import COMBINE, DISPATCH
@@ -117,7 +117,7 @@ def test_a_saved_run_fills_the_table_once(tmp_path: Path, table: Path, capsys: p
     run = save_fake_run(tmp_path / "run.json")
     for _ in range(2):
         assert record_main([str(run)], table) == 0
-    modules = {kernel.module for _, operation, _ in list_subjects() for kernel in operation.kernels()}
+    modules = {kernel.module for subject in list_subjects() for kernel in subject.operation.kernels()}
     runs = json.loads(table.read_text())["runs"]
     assert len(runs) == 1 + len(modules) and runs[0]["source"] == "blake3:other"
     for operation in (HEADS, LATENT_ROPE, GROUPED, BASE):
