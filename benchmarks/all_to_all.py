@@ -42,7 +42,7 @@ DRAWINGS: dict[str, Callable[[RoutedLayer], RoutedLayer]] = {
 }
 
 
-def print_plan(layer: Layer) -> None:
+def print_plan(layer: RoutedLayer) -> None:
     print(f"{'KB a token, all ranks together':<54}" + "".join(f"{f'EP {ranks}':>20}" for ranks in SIZES))
     for title, draw in DRAWINGS.items():
         drawn = draw(layer)

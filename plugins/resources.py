@@ -19,7 +19,7 @@ from plugins.subjects import list_subjects
 TABLE = Path(__file__).with_name("resources.md")
 HEAD = """# Kernels as compiled
 
-`python -m plugins.resources` writes this table, with Triton {triton} and the assemblers that it carries; no GPU is needed.
+`python -m plugins.resources` writes this table, with Triton {triton} and the assemblers that it carries; no GPU needed.
 Of each kernel for each SM: registers of a thread / bytes that it spills / bytes of shared memory of a program. A kernel
 that several subjects have stands with the first of them. What is no model's usual choice is compiled for the least SM
 that it is meant for; float32 models, whose kernels take minutes, are left out.

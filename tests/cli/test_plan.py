@@ -98,7 +98,9 @@ def test_what_gpus_send_each_other(workplace, toy_stages, invoke, deepseek_v2_pa
     assert [way["used"] for way in read(invoke, *plugin, "stages.build.expert_payload=fp8")["exchanges"]] == [
         *(True, False, True, False)
     ]
-    lines = [line.split() for line in invoke("plan", "small", *plugin, "stages.build.expert_payload=fp8").stdout.splitlines()]
+    lines = [
+        line.split() for line in invoke("plan", "small", *plugin, "stages.build.expert_payload=fp8").stdout.splitlines()
+    ]
     (fp8,) = [line for line in lines if line[:3] == ["moe_all_to_all,", "FP8", "rows"]]
     (native,) = [line for line in lines if line[:2] == ["native", "all-to-all,"]]
     assert "instead" not in fp8 and native[-1] == "instead"

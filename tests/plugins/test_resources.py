@@ -24,7 +24,7 @@ def test_the_table_is_of_todays_kernels() -> None:
 
 
 def test_every_kernel_is_in_the_table_and_nothing_else() -> None:
-    wanted = {place: sms for place, sms in list_kernels().values()}
+    wanted = dict(list_kernels().values())
     assert len(wanted) == len(list_kernels())  # no two have one name
     assert {place: tuple(cells) for place, cells in ROWS.items()} == wanted
     assert {operation for operation, _, _ in ROWS} == set(OPERATIONS)
@@ -33,7 +33,7 @@ def test_every_kernel_is_in_the_table_and_nothing_else() -> None:
 def test_an_edited_kernel_has_another_digest(monkeypatch: pytest.MonkeyPatch) -> None:
     before, kernels = digest_sources(), list_kernels()
     assert digest_sources() == before
-    first, *others = kernels.items()
+    _, *others = kernels.items()
     monkeypatch.setattr(resources, "list_kernels", lambda: dict(others))
     assert digest_sources() != before
     monkeypatch.setattr(resources, "list_kernels", lambda: kernels)

@@ -79,7 +79,9 @@ def groups(storage: str) -> tuple[int, ...]:
 
 
 def test_every_variant_that_a_config_can_ask_for_is_there() -> None:
-    asked = {(tell_apart(kernel), "fp8" in operation.input_types()) for operation in ask() for kernel in operation.kernels()}
+    asked = {
+        (tell_apart(kernel), "fp8" in operation.input_types()) for operation in ask() for kernel in operation.kernels()
+    }
     assert len(asked) > 150
     for sm in SMS:
         listed = {
