@@ -122,7 +122,7 @@ class Sizes:
             function="attend",
             parameters=tuple((name, kind) for name, kind in kinds.items() if name not in absent),
             constants=tuple(constants.items()),
-            warps=8 if rows > SMALLEST or (self.wide and self.widened) else 4,
+            warps=8 if rows > SMALLEST or self.dtype == "float32" or (self.wide and self.widened) else 4,
             stages=1 if self.dtype == "float32" else 2,
         )
 

@@ -167,6 +167,8 @@ def test_rows_say_which_bar_they_miss() -> None:
     assert replace(row, of_floor=0.75).describe() == f"{seen}75% of floor, {missed}"
     assert (row.judge("NVIDIA A100-SXM4-80GB"), row.judge("NVIDIA H200")) == ("ok", "slow")  # the bars are an H200's
     assert replace(row, error=2.0).judge("NVIDIA H200") == "FAILED" and replace(row, error=None).judge("") == ""
+    checked = replace(row, timed=False)
+    assert (checked.describe(), checked.judge("NVIDIA H200")) == ("0.100 of the bound", "ok")
     fast = replace(row, of_bandwidth=0.8, unfused=2.0)
     assert fast.judge("NVIDIA H200") == "ok" and not fast.list_missed()
     assert replace(row, step="decode 1", unfused=2.0).list_missed() == []
