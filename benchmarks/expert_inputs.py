@@ -27,6 +27,8 @@ def draw_experts(
         storage = op.down_storage if name.startswith("proj") else op.up_storage
         if name == "indices":
             made.append(draw_chosen(rows, op, generator) if chosen is None else chosen)
+        elif name == "prescale":
+            made.append((0.5 + torch.rand(shape, generator=generator, device=device)).to(getattr(torch, dtype)))
         elif name.endswith("_scales"):
             # INT4 values are about 5, those of FP8 about 20.
             width = op.width if name.startswith("proj") else op.hidden

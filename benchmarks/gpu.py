@@ -1,6 +1,6 @@
 """What only a GPU can show, in one table: an engine against the interpreter, its steps timed (engine_run.py); every
-plugin's kernels against their references, the card's own speed and the unfused sequence (kernels.py); an engine of
-plugins, likewise.
+plugin's kernels against their references, in all variants that a config can ask for, and at models' sizes against the
+card's own speed and the unfused sequence (kernels.py); an engine of plugins, likewise.
 
     python -m benchmarks.gpu                          # converts and builds the shipped tiny DeepSeek-V2 for this GPU
     python -m benchmarks.gpu --run out/a100-int4      # takes the engine and the checkpoint of a run

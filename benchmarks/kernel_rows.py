@@ -6,7 +6,7 @@ from dataclasses import dataclass
 
 from plugins.operation import Operation
 from plugins.passed import digest_plugin
-from plugins.resources import list_subjects
+from plugins.subjects import list_subjects
 
 # (tokens in the cache, new tokens) of each sequence.
 STEPS: dict[str, list[tuple[int, int]]] = {
@@ -14,6 +14,13 @@ STEPS: dict[str, list[tuple[int, int]]] = {
     "decode 32": [(1023, 1)] * 32,
     "decode 256": [(1023, 1)] * 256,
     "prefill": [(0, 1024), (512, 512)],
+}
+# Of subjects that are held against the reference only, steps that start every kernel of theirs: single tokens of one
+# sequence are split, those of many are not; experts have few rows, or many.
+CHECKED: dict[str, tuple[str, ...]] = {
+    "paged_attention": ("decode 1", "decode 256", "prefill"),
+    "paged_latent_attention": ("decode 1", "decode 256", "prefill"),
+    "moe_experts": ("decode 32", "prefill"),
 }
 OK, SLOW, FAILED = "ok", "slow", "FAILED"
 LARGE = ("decode 256", "prefill")
@@ -38,12 +45,14 @@ BARS: tuple[tuple[str, str, tuple[str, ...], float, float], ...] = (
 class Row:
     """One operation at the sizes of a model and a step. sources: digests of its kernels' plugins. error: the largest
     difference from the reference over the bound, at most 1 is right; None where it was not measured. failure: why not,
-    where that was tried. seconds: of a run; of_bandwidth, of_floor, unfused: see kernels.py."""
+    where that was tried. timed: whether there is more to say than that; seconds: of a run; of_bandwidth, of_floor,
+    unfused: see kernels.py."""
 
     operation: str
     model: str
     step: str
     sources: tuple[str, ...]
+    timed: bool = True
     error: float | None = None
     failure: str = ""
     seconds: float = 0.0
@@ -68,6 +77,8 @@ class Row:
     def describe(self) -> str:
         if self.error is None:
             return self.failure or "not measured"
+        if not self.timed:
+            return f"{self.error:.3f} of the bound"
         seen = f"{self.error:.3f} of the bound, {1e3 * self.seconds:.3f} ms, {self.of_bandwidth:.0%} of bandwidth, "
         seen += f"{self.of_floor:.0%} of floor, " if self.of_floor > self.of_bandwidth else ""
         return seen + f"{self.unfused:.1f} x unfused" + "".join(f"; below {bar}" for bar in self.list_missed())
@@ -75,7 +86,7 @@ class Row:
     def list_missed(self) -> list[str]:
         """The bars that it does not reach: of an H200."""
         missed = []
-        for operation, model, steps, bandwidth, unfused in BARS:
+        for operation, model, steps, bandwidth, unfused in BARS if self.timed else ():
             if operation == self.operation and model in self.model and self.step in steps:
                 missed += [f"{bandwidth:.0%} of bandwidth"] if self.of_bandwidth < bandwidth else []
                 missed += [f"{unfused:.0f} x"] if self.unfused < unfused else []
@@ -84,12 +95,15 @@ class Row:
 
 def list_rows(sm: int) -> list[tuple[Row, Operation]]:
     """Every row that kernels for this SM have, not yet measured."""
-    return [
-        (Row(operation=operation.NAME, model=model, step=step, sources=_name_sources(operation)), operation)
-        for model, operation, sms in list_subjects()
-        if sm in sms
-        for step in STEPS
-    ]
+    rows = []
+    for subject in list_subjects():
+        operation = subject.operation
+        steps = STEPS if subject.timed else CHECKED.get(operation.NAME, ("prefill",))
+        for step in steps if sm in subject.sms else ():
+            sources = _name_sources(operation)
+            row = Row(operation=operation.NAME, model=subject.model, step=step, sources=sources, timed=subject.timed)
+            rows.append((row, operation))
+    return rows
 
 
 def _name_sources(operation: Operation) -> tuple[str, ...]:

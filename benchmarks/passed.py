@@ -3,8 +3,8 @@
     python -m benchmarks.gpu --save run.json     # on the GPU
     python -m benchmarks.passed run.json         # where the repository is; commit what it changes
 
-A kernel's source has passed where all its rows of the run were measured and right, at every size of every model. Others
-are named with the reason. Exit status 1 if nothing has passed.
+A kernel's source has passed where all its rows of the run were measured and right, at every size of every model and in
+every variant that a config can ask for. Others are named with the reason. Exit status 1 if nothing has passed.
 """
 
 from __future__ import annotations

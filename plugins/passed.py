@@ -2,7 +2,8 @@
 a saved run.
 
 A row is {"source": digest of the kernel's plugin, "sm": 80, "device": "NVIDIA A100-SXM4-80GB", "date": "2026-12-01"}:
-the PTX for that SM gave the reference's results on that device, at every size that the benchmark has. A plugin that was
+the PTX for that SM gave the reference's results on that device, at every size that the benchmark has and in every
+variant that a config can ask for (subjects.py). A plugin that was
 edited since, its kernel or what launches it, has another digest, and has passed nowhere.
 """
 

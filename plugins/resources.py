@@ -1,98 +1,101 @@
-"""Compiles every kernel for every SM, at the sizes of real models: `python -m plugins.resources` writes resources.md.
+"""Compiles kernels for every SM, on all processors: `python -m plugins.resources` writes resources.md.
 
 What to look for: spills other than 0; more than 99 KB of shared memory, which SM89 and SM120 do not have.
 """
 
 from __future__ import annotations
 
+import importlib.metadata
+import multiprocessing
 from collections.abc import Iterator
+from concurrent.futures import ProcessPoolExecutor
 from pathlib import Path
-from typing import Any
 
-from plugins.compiler import SMS, compile_kernel
-from plugins.moe_all_to_all.message import PAYLOADS
-from plugins.moe_all_to_all.operation import MoeCombine, MoeDispatch
-from plugins.moe_experts.operation import MoeExperts
-from plugins.operation import Operation
-from plugins.paged_attention.operation import PagedAttention, PagedLatentAttention
-from plugins.rope_paged_kv.operation import RopePagedKv, RopePagedLatent
+from pipeline.digest import digest_bytes, digest_json
+from plugins.compiler import SMS, Compiled, compile_kernel
+from plugins.operation import Kernel
+from plugins.subjects import list_subjects
 
-Sizes = dict[str, Any]  # of an operation, by name
 TABLE = Path(__file__).with_name("resources.md")
 HEAD = """# Kernels as compiled
 
-`python -m plugins.resources` writes this table, with Triton 3.7.1 and the assemblers that it carries; no GPU is needed.
-Registers of a thread, bytes that it spills, bytes of shared memory of a program.
+`python -m plugins.resources` writes this table, with Triton {triton} and the assemblers that it carries; no GPU needed.
+Of each kernel for each SM: registers of a thread / bytes that it spills / bytes of shared memory of a program. A kernel
+that several subjects have stands with the first of them. What is no model's usual choice is compiled for the least SM
+that it is meant for; float32 models, whose kernels take minutes, are left out.
 
-| operation | model | kernel | SM | threads | registers | spills | shared |
-|---|---|---|---|---|---|---|---|
+Made from {digest}.
+
+| operation | model | kernel | threads | {sms} |
+|---|---|---|---|{lines}|
 """
-_HEADS: Sizes = {"heads": 32, "kv_heads": 8, "head_size": 128, "block_size": 64}
-_LATENT: Sizes = {"rank": 512, "rotary_size": 64, "block_size": 64}
-_MLA_ROPE: Sizes = {**_LATENT, "q_size": 192, "interleaved": True, "scale": 0.1147}
-_ROUTED: dict[str, Sizes] = {
-    "V2-Lite, 8 ranks": {"dtype": "float16", "first": 0, "ranks": 8, "experts": 64, "top_k": 6, "hidden": 2048},
-    "V3, 32 ranks": {"dtype": "bfloat16", "first": 0, "ranks": 32, "experts": 256, "top_k": 8, "hidden": 7168},
-}
-_EXPERTS: dict[str, Sizes] = {
-    "V2-Lite": {"dtype": "float16", "hidden": 2048, "width": 1408, "experts": 64, "count": 64, "top_k": 6},
-    "V3": {"dtype": "bfloat16", "hidden": 7168, "width": 2048, "experts": 256, "count": 256, "top_k": 8},
-}
-# Storage of both products -> its group, its step.
-_STORAGES = {"plain": (0, 0.0), "int4": (128, 0.0), "fp8": (0, 0.02), "fp8_blocks": (0, 0.0)}
-_ROPE: Sizes = {**_HEADS, "rotary_size": 128, "interleaved": False, "scale": 0.0884}
+Place = tuple[str, str, str]  # operation, model, kernel
 
 
-def list_subjects() -> Iterator[tuple[str, Operation, tuple[int, ...]]]:
-    """Model, operation, and the SMs it is meant for."""
-    half: Sizes = {"dtype": "float16"}
-    brain: Sizes = {"dtype": "bfloat16"}
-    eight = tuple(sm for sm in SMS if sm >= 89)
-    for pool, sms in (("float16", SMS), ("int8", SMS), ("fp8", eight)):
-        cache = "" if pool == "float16" else f", {pool} cache"
-        yield f"Llama-8B{cache}", RopePagedKv(**half, **_ROPE, pool_dtype=pool), sms
-        yield f"Llama-8B{cache}", PagedAttention(**half, **_HEADS, window=0, pool_dtype=pool), sms
-    for model, heads, types in (("V2-Lite", 16, half), ("V3", 128, brain)):
-        for pool, sms in ((types["dtype"], SMS), ("fp8", eight)):
-            cache = "" if pool != "fp8" else ", fp8 cache"
-            rope = RopePagedLatent(**types, **_MLA_ROPE, heads=heads, pool_dtype=pool)
-            yield model + cache, rope, sms
-            attention = PagedLatentAttention(**types, **_LATENT, heads=heads, window=0, pool_dtype=pool)
-            yield model + cache, attention, sms
-    for model, sizes in _ROUTED.items():
-        for payload in PAYLOADS:
-            sent = "" if payload == "model" else ", fp8 payload"
-            yield model + sent, MoeDispatch(**sizes, payload=payload), SMS
-        yield model, MoeCombine(**sizes), SMS
-    yield from list_experts()
+def list_kernels() -> dict[Kernel, tuple[Place, tuple[int, ...]]]:
+    """Each kernel of 16-bit models once: where it stands in the table, and the SMs that it is compiled for there."""
+    found: dict[Kernel, tuple[Place, tuple[int, ...]]] = {}
+    for subject in list_subjects():
+        sms = subject.sms if subject.timed else subject.sms[:1]
+        for kernel in subject.operation.kernels() if subject.operation.attributes()["dtype"] != "float32" else ():
+            found.setdefault(kernel, ((subject.operation.NAME, subject.model, _name(kernel)), sms))
+    return found
 
 
-def list_experts() -> Iterator[tuple[str, Operation, tuple[int, ...]]]:
-    """As `list_subjects`. V3's experts are FP8 or INT4: in 16 bits, those of one layer are 22 GB."""
-    for model, sizes in _EXPERTS.items():
-        for storage, (group, step) in _STORAGES.items():
-            if (model, storage) in (("V3", "plain"), ("V2-Lite", "fp8_blocks")):
-                continue
-            up: Sizes = {"up_storage": storage, "up_group": group, "up_step": step}
-            down: Sizes = {"down_storage": storage, "down_group": group, "down_step": step}
-            yield f"{model}, {storage}", MoeExperts(**sizes, **up, **down, first=0, prescale=""), SMS
+def _name(kernel: Kernel) -> str:
+    constants = dict(kernel.constants)
+    variant = "".join(f", {name.lower()}" for name in ("SPLIT", "GATED") if constants.get(name))
+    return f"{kernel.function} of {constants['ROWS']} rows{variant}" if "ROWS" in constants else kernel.function
 
 
-def write_rows(model: str, operation: Operation, sm: int) -> Iterator[str]:
-    for kernel in operation.kernels():
-        made = compile_kernel(kernel, sm)
-        constants = dict(kernel.constants)
-        variant = "".join(f", {name.lower()}" for name in ("SPLIT", "GATED") if constants.get(name))
-        name = f"{kernel.function} of {constants['ROWS']} rows{variant}" if "ROWS" in constants else kernel.function
-        yield (
-            f"| {operation.NAME} | {model} | {name} | {sm} | {made.threads} | {made.registers} | {made.spills} | "
-            f"{made.shared} |\n"
-        )
+def digest_sources() -> str:
+    """Of all that decides what the compiler makes: kernels' sources, their constants and options, and Triton."""
+    kernels = list_kernels()
+    folder = Path(__file__).parent
+    sources = [folder / "compiler.py", *sorted({folder / kernel.plugin / "kernel.py" for kernel in kernels})]
+    return digest_json(
+        {
+            "triton": importlib.metadata.version("triton"),
+            "sources": [digest_bytes(source.read_bytes()) for source in sources],
+            "kernels": [[repr(kernel), sms] for kernel, (_, sms) in kernels.items()],
+        }
+    )
+
+
+def describe(made: Compiled) -> str:
+    return f"{made.registers} / {made.spills} / {made.shared}"
+
+
+def write_rows() -> Iterator[str]:
+    with ProcessPoolExecutor(mp_context=multiprocessing.get_context("spawn")) as pool:
+        compiling = [
+            (place, {sm: pool.submit(compile_kernel, kernel, sm) for sm in sms})
+            for kernel, (place, sms) in list_kernels().items()
+        ]
+        for place, running in compiling:
+            made = {sm: compiled.result() for sm, compiled in running.items()}
+            threads = next(iter(made.values())).threads
+            cells = [describe(made[sm]) if sm in made else "" for sm in SMS]
+            yield f"| {' | '.join([*place, str(threads), *cells])} |\n"
+
+
+def read_rows(text: str) -> dict[Place, dict[int, str]]:
+    """The table again: of each kernel, what is said of it for each SM."""
+    rows: dict[Place, dict[int, str]] = {}
+    for line in text.partition("|---|")[2].splitlines()[1:]:
+        operation, model, kernel, _, *cells = (cell.strip() for cell in line.strip("|").split("|"))
+        rows[operation, model, kernel] = {sm: cell for sm, cell in zip(SMS, cells, strict=True) if cell}
+    return rows
 
 
 def main() -> None:
-    rows = [row for model, operation, sms in list_subjects() for sm in sms for row in write_rows(model, operation, sm)]
-    TABLE.write_text(HEAD + "".join(rows), encoding="utf-8")
+    head = HEAD.format(
+        triton=importlib.metadata.version("triton"),
+        digest=digest_sources(),
+        sms=" | ".join(f"SM{sm}" for sm in SMS),
+        lines="|".join(["---"] * len(SMS)),
+    )
+    TABLE.write_text(head + "".join(write_rows()), encoding="utf-8")
 
 
 if __name__ == "__main__":

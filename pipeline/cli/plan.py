@@ -33,9 +33,10 @@ def command(
 
     Makes nothing. The memory is computed from the checkpoint's headers and the limits in the config: weights, workspace
     and KV cache against the GPU's memory, and the largest batch for each context length; of several GPUs, what each
-    holds. What a run takes of this host's disk, memory and time is estimated. Of the other backends it says whether
-    they could take this config, and what would change.
+    holds, and what they send each other for a token. What a run takes of this host's disk, memory and time is
+    estimated. Of the other backends it says whether they could take this config, and what would change.
     """
+    from pipeline.cli.exchanges import describe_exchanges, print_exchanges
     from pipeline.cli.foreign_memory import describe_foreign_memory, print_foreign_memory
     from pipeline.cli.host import describe_host, print_host
     from pipeline.cli.memory import describe_memory, print_memory
@@ -51,15 +52,17 @@ def command(
     describe = describe_foreign_memory if foreign else describe_memory
     case = source.case
     memory, host, worlds = describe(case), describe_host(case), describe_worlds(case)
+    exchanges = describe_exchanges(case)
     if as_json:
         stages = [_to_json(plan) for plan in plans]
         notes = list(source.notes)
-        parts = {"stages": stages, "memory": memory, "host": host, "worlds": worlds, "notes": notes}
-        print_json({"name": config.name, **parts})
+        parts = {"stages": stages, "memory": memory, "exchanges": exchanges, "host": host, "worlds": worlds}
+        print_json({"name": config.name, **parts, "notes": notes})
         return
     print_title(f"{config.name}: {config.model.path} for {config.target.gpu} by {config.target.backend}")
     print_plans(plans)
     (print_foreign_memory if foreign else print_memory)(memory)
+    print_exchanges(exchanges)
     print_host(host)
     print_worlds(worlds)
     for note in source.notes:

@@ -60,6 +60,11 @@ class Gates(Section):
         description="Median position's RMS logit difference that a quantized KV cache makes, relative; null takes the "
         "bound derived from its type.",
     )
+    network_payload: Ratio | None = Field(
+        default=None,
+        description="Median position's RMS logit difference that rows sent to experts in FP8 make, relative; null "
+        "takes the bound derived from the type.",
+    )
     perplexity_ratio: Ratio | None = Field(default=1.05, description="Perplexity of quantized over original, at most.")
     top1_agreement: Annotated[float, Field(ge=0, le=1)] | None = Field(
         default=0.9, description="Share of held-out positions with the same most likely token, at least."

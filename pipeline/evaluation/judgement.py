@@ -108,17 +108,23 @@ def judge_proofs(bounds: Gates, conversion: ConversionProof, network: NetworkPro
         blame = f"{network.native_ranks.world} ranks"
         worst = max(network.native_ranks.max_logit_error, network.native_ranks.max_difference)
         rows.append(("native_ranks", worst, "of all ranks without plugins, against transformers and one rank", blame))
-    if network.cache:
-        gates.append(
-            Gate(
-                name="network_cache",
-                value=network.cache.error,
-                bound=bounds.network_cache or network.cache.bound,
-                relation="<=",
-                meaning=f"median relative RMS error of a position's logits by the {network.cache.kind} cache",
-                blame="transformer.layers.*.attention.kv_cache_scaling_factor of the quantized checkpoint",
+    scales = "transformer.layers.*.attention.kv_cache_scaling_factor of the quantized checkpoint"
+    roundings = (
+        ("network_cache", network.cache, bounds.network_cache, "cache", scales),
+        ("network_payload", network.payload, bounds.network_payload, "rows sent", "stages.build.expert_payload"),
+    )
+    for name, proof, bound, what, blame in roundings:
+        if proof:
+            gates.append(
+                Gate(
+                    name=name,
+                    value=proof.error,
+                    bound=bound or proof.bound,
+                    relation="<=",
+                    meaning=f"median relative RMS error of a position's logits by the {proof.kind} {what}",
+                    blame=blame,
+                )
             )
-        )
     gates += [
         Gate(
             name=name,

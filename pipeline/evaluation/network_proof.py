@@ -13,10 +13,10 @@ import math
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from functools import partial
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, TypeVar
 
 from pipeline.evaluation.forward import run_network
-from pipeline.evaluation.proof_bounds import derive_cache_bound, derive_declared_bound
+from pipeline.evaluation.proof_bounds import derive_cache_bound, derive_declared_bound, derive_payload_bound
 from pipeline.evaluation.reference import Reference, compute_reference
 from pipeline.evaluation.schedule import Schedule, TokenSequence, schedule_prompts
 from pipeline.network.spec import Lowering
@@ -31,6 +31,8 @@ if TYPE_CHECKING:
     from pipeline.network.spec import NetworkSpec
     from pipeline.progress import Progress
 
+T = TypeVar("T")
+
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class NativeProof:
@@ -43,9 +45,9 @@ class NativeProof:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class CacheProof:
-    """What a cache in `kind` changes: a position's RMS difference of the logits, all in fp32, from those with a wide
-    cache over the RMS of all: the median position's."""
+class RoundingProof:
+    """What it changes that something is held or sent in `kind`: a position's RMS difference of the logits, all in fp32,
+    from those without, over the RMS of all: the median position's."""
 
     kind: str
     error: float
@@ -71,8 +73,8 @@ class NetworkProof:
     nothing of rounding. `declared_layer_errors` is the same of each layer's output.
 
     Of a network with plugins, `native` says how the same network without any did, `cache` what a quantized cache
-    changes; of a parallel model, `ranks` how its ranks' did, and `native_ranks` without the plugin by which they
-    exchange rows."""
+    changes; of a parallel model, `ranks` how its ranks' did, `native_ranks` without the plugin by which they exchange
+    rows, and `payload` what it changes that they do in FP8."""
 
     max_logit_error: float
     layer_errors: list[float]
@@ -84,9 +86,10 @@ class NetworkProof:
     steps: int
     mixed_steps: int
     native: NativeProof | None = None
-    cache: CacheProof | None = None
+    cache: RoundingProof | None = None
     ranks: RanksProof | None = None
     native_ranks: RanksProof | None = None
+    payload: RoundingProof | None = None
 
     @property
     def worst_layer(self) -> int:
@@ -153,6 +156,10 @@ def prove_network(
         for layer, rows in differences.items()
     }
 
+    def advance(done: T) -> T:
+        progress.advance(1)
+        return done
+
     def compare(logits: Iterator[torch.Tensor]) -> dict[str, float]:
         error = apart = 0.0 if compared else math.inf
         for step, rows in enumerate(logits):
@@ -161,6 +168,11 @@ def prove_network(
             apart = max(apart, _largest(rows - exact[step, None], keep))
             progress.advance(1)
         return {"max_logit_error": error, "max_difference": apart}
+
+    def measure(logits: Iterator[torch.Tensor]) -> float:
+        """What rounding changes: see RoundingProof."""
+        rounded = [(rows - exact[step, None]).square().mean(-1).sqrt() for step, rows in enumerate(logits)]
+        return _median_share(rounded, [exact[step, None] for step in range(len(schedule.steps))])
 
     native = None
     if spec.lowering.plugins():
@@ -171,13 +183,9 @@ def prove_network(
     cache = None
     if spec.kv_cache != "model":
         progress.start(f"network, {spec.kv_cache} cache", len(schedule.steps) * (layers + 1), "layers")
-        rounded = []
-        for event in run(spec=spec, mode="exact", widen=widen_inputs):
-            if event.layer is None:
-                rounded.append((event.rows - exact[event.step, None]).square().mean(-1).sqrt())
-            progress.advance(1)
-        error = _median_share(rounded, [exact[step, None] for step in range(len(schedule.steps))])
-        cache = CacheProof(kind=spec.kv_cache, error=error, bound=derive_cache_bound(architecture))
+        events = (advance(event) for event in run(spec=spec, mode="exact", widen=widen_inputs))
+        error = measure(event.rows for event in events if event.layer is None)
+        cache = RoundingProof(kind=spec.kv_cache, error=error, bound=derive_cache_bound(architecture))
 
     def run_ranks(ranks: RankNetworks | None, how: str = "") -> RanksProof | None:
         if ranks is None:
@@ -185,6 +193,12 @@ def prove_network(
         progress.start(f"networks of {ranks.parallel.world} ranks{how}", len(schedule.steps), "steps")
         return RanksProof(world=ranks.parallel.world, **compare(ranks.run(schedule, segments)))
 
+    payload = None
+    if ranks and (sending := ranks.rounded):
+        told = f"networks of {ranks.parallel.world} ranks, {ranks.spec.expert_payload} rows"
+        progress.start(told, len(schedule.steps), "steps")
+        error = measure(map(advance, sending.run(schedule, segments)))
+        payload = RoundingProof(kind=ranks.spec.expert_payload, error=error, bound=derive_payload_bound(architecture))
     return NetworkProof(
         max_logit_error=worst[None] if compared else math.inf,
         layer_errors=[worst[layer] for layer in range(layers)],
@@ -198,6 +212,7 @@ def prove_network(
         cache=cache,
         ranks=run_ranks(ranks),
         native_ranks=run_ranks(ranks.native if ranks else None, " without plugins"),
+        payload=payload,
         mixed_steps=sum(len({p.end - p.start > 1 for p in step.pieces}) == 2 for step in schedule.steps),
     )
 

@@ -14,6 +14,7 @@ from pipeline.evaluation.forward import RESIDENT_BYTES, digest_network, read_pro
 from pipeline.network import inputs as ports
 from pipeline.network.spec import Lowering, NetworkSpec
 from pipeline.sharding import Parallel, Rank, layers
+from plugins.moe_all_to_all.operation import MoeDispatch
 
 if TYPE_CHECKING:
     import torch
@@ -27,19 +28,23 @@ Slice = tuple[int, int]
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class RankNetworks:
-    """Of an engine checkpoint and a network without a rank."""
+    """Of an engine checkpoint and a network without a rank. sent_rounded: whether rows go to experts as the engine
+    sends them, in FP8; else as they are."""
 
     checkpoint: CheckpointFolder
     spec: NetworkSpec
     parallel: Parallel
+    sent_rounded: bool = False
 
     def run(self, schedule: Schedule, segments: Sequence[Slice]) -> Iterator[torch.Tensor]:
-        """Logits [T, V] of each step in exact arithmetic, without the rounding of linears' inputs and of the cache. No
-        rank holds more than its part of a segment. Raises RunnerError where a rank fails."""
+        """Logits [T, V] of each step in exact arithmetic, without the rounding of linears' inputs and of the cache, and
+        of rows on their way unless `sent_rounded`. No rank holds more than its part of a segment. Raises RunnerError
+        where a rank fails."""
         from pipeline.runtime.rank_group import RankGroup
 
         slices = self._cut(segments)
         arguments = {"checkpoint": str(self.checkpoint.path), "spec": self.spec.to_json(), "slices": slices}
+        arguments["keep"] = [MoeDispatch.NAME] if self.sent_rounded else []
         with RankGroup(self.parallel, f"{__name__}:RankSlices", arguments) as group:
             for _, last in slices:
                 group.allocate(schedule.num_blocks)
@@ -54,6 +59,13 @@ class RankNetworks:
         if "moe_all_to_all" not in self.spec.lowering.plugins():
             return None
         return replace(self, spec=replace(self.spec, lowering=Lowering(), kv_cache="model"))
+
+    @property
+    def rounded(self) -> RankNetworks | None:
+        """The same, rows sent as the engines do, where that is not as they are."""
+        if self.spec.expert_payload == "model" or "moe_all_to_all" not in self.spec.lowering.plugins():
+            return None
+        return replace(self, sent_rounded=True)
 
     def digests(self) -> tuple[str, ...]:
         """Of each rank's network."""
@@ -71,13 +83,16 @@ class RankSlices:
     """One rank, in its process: a runner (runtime.runner.RankRunner) whose `allocate` takes up the next slice, for
     which all steps follow. Its logits are of no rows until the last slice."""
 
-    def __init__(self, rank: Rank, checkpoint: str, spec: str, slices: Sequence[Slice]) -> None:
+    def __init__(
+        self, rank: Rank, checkpoint: str, spec: str, slices: Sequence[Slice], keep: Sequence[str] = ()
+    ) -> None:
         from pipeline.checkpoint.folder import CheckpointFolder
 
         self._folder = CheckpointFolder.open(Path(checkpoint))
         self._rank, self._spec = rank, replace(NetworkSpec.from_json(spec), rank=rank)
         self._slices, self._stage = iter(slices), layers(self._folder.architecture, rank)
         self._last, self._step = 0, 0
+        self._keep = keep  # plugins that round as in the engine
         self._runner: InterpreterPools | None = None
         self._hidden: dict[int, torch.Tensor] = {}  # of each step, after the slice before
 
@@ -92,7 +107,7 @@ class RankSlices:
         if self._stage[0] <= first < self._stage[1]:
             program = read_program(self._folder, self._folder.architecture, self._spec, (first, self._last))
             resident = RESIDENT_BYTES // self._rank.parallel.world
-            self._runner = InterpreterPools(widen(program), mode="exact", resident_bytes=resident)
+            self._runner = InterpreterPools(widen(program, keep=self._keep), mode="exact", resident_bytes=resident)
             self._runner.allocate(blocks)
 
     def step(self, inputs: Inputs) -> torch.Tensor:

@@ -17,6 +17,7 @@ UNIT_ROUNDOFF = {"float16": 2.0**-11, "bfloat16": 2.0**-8, "float32": 2.0**-24}
 ROUNDINGS_PER_LAYER = 18
 # Of FP8 E4M3, and of INT8 for values of a sixteenth of the largest: its half step is 1/254 of that.
 CACHE_ROUNDOFF, CACHE_ROUNDINGS_PER_LAYER = 2.0**-4, 2
+PAYLOAD_ROUNDOFF = 2.0**-4  # of FP8 E4M3, with a scale for each row
 
 
 def derive_declared_bound(architecture: Architecture, spec: NetworkSpec) -> float:
@@ -28,6 +29,12 @@ def derive_declared_bound(architecture: Architecture, spec: NetworkSpec) -> floa
     return UNIT_ROUNDOFF[spec.dtype] * math.sqrt(roundings)
 
 
+def derive_payload_bound(architecture: Architecture) -> float:
+    """Bound on the error by what rows are sent to experts as, as there: in each routed layer a row is rounded once."""
+    return PAYLOAD_ROUNDOFF * math.sqrt(sum(map(architecture.is_routed, range(architecture.num_layers))))
+
+
 def derive_cache_bound(architecture: Architecture) -> float:
-    """Bound on `CacheProof.error`, as there: every key and value, or all of a latent row, is rounded once."""
+    """Bound on the error by a quantized cache, as there: each key and value, or all of a latent row, is rounded
+    once."""
     return CACHE_ROUNDOFF * math.sqrt(CACHE_ROUNDINGS_PER_LAYER * architecture.num_layers)

@@ -1,4 +1,5 @@
-"""A program without the rounding of its linears' inputs, or of its KV cache: what is left is what weights alone do.
+"""A program without the rounding of its linears' inputs, of rows on their way to experts, or of its KV cache: what is
+left is what weights alone do.
 
 Where these are quantized (FP8, SmoothQuant; a cache in FP8 or INT8), a value next to the middle between two steps falls
 to one side here and to the other there, and one step is far more than what the order of sums does. So a proof that a
@@ -14,17 +15,17 @@ from typing import TYPE_CHECKING, Any
 from plugins.registry import OPERATIONS, make_operation
 
 if TYPE_CHECKING:
-    from collections.abc import Mapping
+    from collections.abc import Collection, Mapping
 
     from pipeline.network.program import Node, Program, TensorSpec
 
 
-def widen(program: Program) -> Program:
-    """Both."""
-    return widen_cache(widen_inputs(program))
+def widen(program: Program, *, keep: Collection[str] = ()) -> Program:
+    """All of it, but for what plugins of the names `keep` round."""
+    return widen_cache(widen_inputs(program, keep=keep))
 
 
-def widen_inputs(program: Program) -> Program:
+def widen_inputs(program: Program, *, keep: Collection[str] = ()) -> Program:
     """Each dequantize(quantize(x)) becomes x, within plugins too; weights, which are constants, stay dequantized."""
     rounded = {node.outputs[0].name: node.inputs[0] for node in program.nodes if node.kind == "quantize"}
     whole = {
@@ -38,7 +39,7 @@ def widen_inputs(program: Program) -> Program:
             replace(
                 node,
                 inputs=tuple(whole.get(str(name), name) for name in node.inputs),
-                attributes=_widen_attributes(node),
+                attributes=node.attributes if node.kind in keep else _widen_attributes(node),
             )
             for node in program.nodes
             if node.outputs[0].name not in rounded.keys() | whole.keys()

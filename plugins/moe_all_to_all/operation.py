@@ -139,7 +139,7 @@ class MoeDispatch(_AllToAll):
         places, counts, sent = ("places", "*i32"), ("counts", "*i32"), (("words", "*i32"), ("rows", travels))
         warps = min(max(power_of_two(self.hidden) // 1024, 1), 8)
         return (
-            _kernel("rank_tokens", (ids, places, counts, ("tokens", "i32")), ranked, 4),
+            _kernel("rank_tokens", (ids, places, counts, ("tokens", "i32")), ranked, 8),
             _kernel(
                 "pack", (x, ids, weights, ("within", "*i32"), counts, *sent, places), layout | {"LOCAL": local}, warps
             ),

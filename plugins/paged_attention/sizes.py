@@ -52,9 +52,16 @@ class Sizes:
         """Whether tiles must be small for 99 KB of shared memory, and 255 registers, which SM89 and SM120 have."""
         return self.main + self.extra > 256
 
+    @property
+    def widened(self) -> bool:
+        """Whether keys take more registers than 16-bit ones: as fp32, or beside the 8 bits that they are made of. Of
+        wide heads a turn then has half as many, and more threads share them, else registers spill: 4 to 60 bytes of
+        8-bit ones, 1 KB of fp32."""
+        return self.dtype == "float32" or self.pool_dtype in QUANTIZED
+
     def rows(self, queries: int) -> int:
         """Rows of a program's tile, for single tokens and for chunks."""
-        most = MOST_ROWS // 2 if self.wide or self.dtype == "float32" else MOST_ROWS
+        most = MOST_ROWS >> (self.wide + (self.dtype == "float32"))
         group = power_of_two(self.heads // self.kv_heads)
         return min(most, max(SMALLEST, group if queries == 1 else most))
 
@@ -66,6 +73,11 @@ class Sizes:
         programs = divide_up(self.heads // self.kv_heads, self.rows(1)) * self.kv_heads * sequences
         keys = min(width * self.block_size, self.window or width * self.block_size)
         return max(1, min(PROGRAMS // programs, divide_up(keys, FEWEST_KEYS), MOST_SPLITS))
+
+    @property
+    def keys(self) -> int:
+        """Of one turn of a program's loop."""
+        return min(self.block_size, 64 >> (self.wide + self.wide * self.widened))
 
     def variant(self, queries: int, split: bool) -> Kernel:
         rows = self.rows(queries)
@@ -100,7 +112,7 @@ class Sizes:
             "BLOCK": self.block_size,
             "WINDOW": self.window,
             "ROWS": rows,
-            "KEYS": min(self.block_size, 32 if self.wide else 64),
+            "KEYS": self.keys,
             "SPLIT": split,
             "QUANTIZED": quantized,
             **dict.fromkeys(absent),
@@ -110,7 +122,7 @@ class Sizes:
             function="attend",
             parameters=tuple((name, kind) for name, kind in kinds.items() if name not in absent),
             constants=tuple(constants.items()),
-            warps=8 if rows > SMALLEST else 4,
+            warps=8 if rows > SMALLEST or self.dtype == "float32" or (self.wide and self.widened) else 4,
             stages=1 if self.dtype == "float32" else 2,
         )
 

@@ -79,6 +79,33 @@ def test_several_gpus_share_the_model(workplace, toy_stages, invoke):
     assert "an engine for each of 2 GPUs" in text
 
 
+def test_what_gpus_send_each_other(workplace, toy_stages, invoke, deepseek_v2_path):
+    options = [f"model.path={deepseek_v2_path}", "stages.quantize.group_size=32"]
+    words = [word for option in options for word in ("--set", option)]
+    assert read(invoke, *words)["exchanges"] == []
+    assert "sent between GPUs" not in invoke("plan", "small", *words).stdout
+    spread = [*words, "--set", "target.parallel={tensor: 2, expert: 2}"]
+    config = json.loads((deepseek_v2_path / "config.json").read_text())
+    row, layers = 2 * config["hidden_size"], config["num_hidden_layers"]
+    reduced, *ways = read(invoke, *spread)["exchanges"]
+    assert (reduced["exchange"], reduced["count"]) == ("all-reduce", 1 + 2 * layers)
+    assert reduced["bytes"] == reduced["count"] * 2 * row
+    assert [way["used"] for way in ways] == [False, False, True]
+    padded = ways[2]
+    assert (padded["exchange"], padded["count"]) == ("native all-to-all, padded", layers - 1)
+    assert (padded["there_bytes"], padded["back_bytes"]) == (4 * (row + 4), 4 * row)
+    plugin = [*spread, "--set", "stages.build.lowering.moe_all_to_all=plugin", "--set"]
+    assert [way["used"] for way in read(invoke, *plugin, "stages.build.expert_payload=fp8")["exchanges"]] == [
+        *(True, False, True, False)
+    ]
+    lines = [
+        line.split() for line in invoke("plan", "small", *plugin, "stages.build.expert_payload=fp8").stdout.splitlines()
+    ]
+    (fp8,) = [line for line in lines if line[:3] == ["moe_all_to_all,", "FP8", "rows"]]
+    (native,) = [line for line in lines if line[:2] == ["native", "all-to-all,"]]
+    assert "instead" not in fp8 and native[-1] == "instead"
+
+
 def test_what_a_run_takes_of_this_host(workplace, toy_stages, invoke):
     host = read(invoke)["host"]
     assert [row["stage"] for row in host["stages"]] == ["convert", "quantize", "build"]

@@ -12,19 +12,21 @@ from pipeline.cli.main import cli
 from pipeline.digest import digest_bytes, digest_json
 from pipeline.engine.builder import build_engine
 from pipeline.engine.description import EngineDescription, load_description
+from pipeline.engine.engine_file import inspect_engine
 from pipeline.engine.rank_engines import build_ranks
 from pipeline.errors import CheckpointError
-from pipeline.network.spec import NetworkSpec
+from pipeline.network.spec import Lowering, NetworkSpec
 from pipeline.sharding import Parallel, Rank
 from pipeline.workspace import FolderWorkspace
-from tests.engine.checkpoints import TINY_LLAMA, write_engine_checkpoint
-from tests.engine.conftest import LLAMA_INT4
+from tests.engine.checkpoints import TINY_LLAMA, TINY_V2, write_engine_checkpoint
+from tests.engine.conftest import LLAMA_INT4, V2_INT4
 from tests.engine.failing import SMALL
 from tests.triton.emission import describe_engine
 
 SPEC = NetworkSpec(dtype="float16", max_seq_len=256)
 PARALLEL = Parallel(tensor=2, pipeline=2)
 ONE_LAYER = TINY_LLAMA | {"num_hidden_layers": 1}
+FOUR_GROUPS = TINY_V2 | {"moe_intermediate_size": 128}  # of 32 inputs of each expert: one for each of four ranks
 
 
 class Builder:
@@ -114,3 +116,52 @@ def test_ranks_built_without_weights_are_inspected_and_compared_with_their_check
     write_engine_checkpoint(other, ONE_LAYER, int4=LLAMA_INT4, group=64, seed=1)
     with pytest.raises(CheckpointError, match="is not the one that the engine was built for"):
         invoke("refit", str(folder), "--checkpoint", str(other), "--check")
+
+
+EXCHANGED = Lowering(moe_all_to_all="plugin", moe_experts="plugin")
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize(
+    ("parallel", "lowering"),
+    [
+        (Parallel(tensor=4), Lowering()),
+        (Parallel(tensor=4, expert=4), EXCHANGED),
+        (Parallel(tensor=4, expert=2), Lowering()),
+    ],
+    ids=["TP4", "EP4 by plugins", "TP2xEP2"],
+)
+def test_every_rank_of_four_is_compiled(parallel: Parallel, lowering: Lowering, tmp_path: Path) -> None:
+    """One dense and one routed layer, with weights, for SM80. Each rank has a part of its own, and sums, gathers and
+    exchanges with the others as its place says."""
+    checkpoint, folder = tmp_path / "checkpoint", tmp_path / "engines"
+    write_engine_checkpoint(checkpoint, FOUR_GROUPS, int4=V2_INT4, group=32)
+    folder.mkdir()
+
+    def build(spec: NetworkSpec, folder: Path) -> EngineDescription:
+        return build_engine(
+            backend="tensorrt_rtx",
+            checkpoint=checkpoint,
+            spec=spec,
+            limits=SMALL,
+            sm=80,
+            output=folder / "model.engine",
+            log=tmp_path / "build.log",
+        )
+
+    spec = NetworkSpec(dtype="float16", max_seq_len=SMALL.max_seq_len, block_size=SMALL.block_size, lowering=lowering)
+    built = build_ranks(parallel, spec, FolderWorkspace(folder), build)
+    assert [rank.spec.rank for rank in built.all_ranks] == list(parallel.ranks)
+    assert len({rank.network_digest for rank in built.all_ranks}) == 4
+    by_plugin = lowering == EXCHANGED
+    plugins = {"moe_dispatch", "moe_experts", "moe_combine"} if by_plugin else set()
+    for rank in built.all_ranks:
+        assert {plugin.operation for plugin in rank.plugins} == plugins
+        for profile in inspect_engine(folder / rank.file).profiles:
+            kernels = profile.graph.kernels
+            assert profile.workspace_bytes > 0
+            # Of the embedding, and of attention and MLP of both layers; of the logits.
+            assert (kernels["comm_allreduce"], kernels["comm_allgather"]) == (5, 1)
+            assert kernels.get("custom_layer", 0) == len(plugins)
+            # Rows and their experts there, rows back.
+            assert kernels.get("comm_alltoall", 0) == (3 if parallel.expert > 1 and not by_plugin else 0)

@@ -27,6 +27,7 @@ from tests.evaluation.support import convert
 PROMPTS = ((5, 9, 301, 44, 7, 8, 120, 66, 31, 250, 18), (400, 3, 77))
 SPEC = NetworkSpec(dtype="float32", max_seq_len=256, block_size=4)
 EP2 = Parallel(tensor=2, expert=2)
+BOUNDS = Gates()
 
 
 @pytest.fixture(scope="module")
@@ -59,9 +60,9 @@ def prove(built: CheckpointFolder, ranks: RankNetworks, segments: Sequence[tuple
     )
 
 
-def judge(proof: NetworkProof) -> dict[str, bool | None]:
+def judge(proof: NetworkProof, bounds: Gates = BOUNDS) -> dict[str, bool | None]:
     conversion = ConversionProof(tensors=1, elements=1, differing={}, clipped=0)
-    return {gate.name: gate.passed for gate in judge_proofs(Gates(), conversion, proof)}
+    return {gate.name: gate.passed for gate in judge_proofs(bounds, conversion, proof)}
 
 
 @pytest.mark.parametrize(
@@ -84,6 +85,22 @@ def test_both_ways_of_exchange_are_proved(latent: CheckpointFolder) -> None:
     for found in (proof.ranks, proof.native_ranks):
         assert found is not None and found.max_difference < 1e-5 and found.max_logit_error < 2e-5
     assert judge(proof)["native_ranks"]
+
+
+def test_what_fp8_rows_change_is_measured_and_bounded(latent: CheckpointFolder) -> None:
+    """The proof of equality leaves their rounding out; one routed layer rounds each row once."""
+    spec = replace(SPEC, lowering=Lowering(moe_all_to_all="plugin"), expert_payload="fp8")
+    ranks = RankNetworks(checkpoint=latent, spec=spec, parallel=EP2)
+    proof = prove(latent, ranks, [(0, 2)])
+    assert proof.ranks is not None and proof.ranks.max_difference < 1e-5
+    assert proof.payload is not None and (proof.payload.kind, proof.payload.bound) == ("fp8", 2**-4)
+    assert 1e-4 < proof.payload.error < proof.payload.bound
+    assert judge(proof)["network_payload"]
+    tight = Gates(network_payload=proof.payload.error / 2)
+    assert judge(proof, tight)["network_payload"] is False and judge(proof, tight)["ranks_exact"]
+    wrong = Wrong(checkpoint=latent, spec=spec, parallel=EP2)
+    assert judge(replace(proof, payload=prove(latent, wrong, [(0, 2)]).payload))["network_payload"] is False
+    assert prove(latent, replace(ranks, spec=replace(spec, expert_payload="model")), [(0, 2)]).payload is None
 
 
 def test_ranks_that_are_wrong(latent: CheckpointFolder) -> None:

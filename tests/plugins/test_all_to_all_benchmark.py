@@ -1,43 +1,48 @@
-"""What the benchmark of the all-to-all expects and counts."""
+"""What the benchmark of the all-to-all expects and counts, and what the plan says by the same formulas."""
 
 from __future__ import annotations
 
+import socket
 from collections.abc import Iterator
+from dataclasses import replace
 from fractions import Fraction
 from itertools import combinations
 
 import pytest
 
-from benchmarks.all_to_all import DRAWINGS, V3, Layer, expect, hit_any, hit_kept, main, pad, reduce_all, run_ranks
+from benchmarks.all_to_all import DRAWINGS, PADDED, REDUCED, V3, main, run_ranks
+from benchmarks.wire import count_sent
+from pipeline.engine.exchanges import RoutedLayer, expect_sparse, hit_rank, pad, reduce_all
 
-SMALL = Layer(hidden=16, experts=8, chosen=3, groups=4, kept=2)
+SMALL = RoutedLayer(dtype="bfloat16", hidden=16, experts=8, chosen=3, groups=4, kept=2)
 
 
-def every_choice(layer: Layer, kept: int) -> Iterator[tuple[int, ...]]:
+def every_choice(layer: RoutedLayer) -> Iterator[tuple[int, ...]]:
     """All ways to draw, each as likely as the others: groups, then experts of them."""
     size = layer.experts // layer.groups
-    for groups in combinations(range(layer.groups), kept):
+    for groups in combinations(range(layer.groups), layer.kept):
         yield from combinations([e for e in range(layer.experts) if e // size in groups], layer.chosen)
 
 
 @pytest.mark.parametrize("ranks", [1, 2, 4, 8])
-@pytest.mark.parametrize(("kept", "draw"), [(4, hit_any), (2, hit_kept)])
-def test_expectations_are_those_of_all_choices(ranks: int, kept: int, draw: object) -> None:
-    choices = list(every_choice(SMALL, kept))
+@pytest.mark.parametrize(("groups", "kept"), [(4, 4), (4, 2), (1, 1)])
+def test_expectations_are_those_of_all_choices(ranks: int, groups: int, kept: int) -> None:
+    layer = replace(SMALL, groups=groups, kept=kept)
+    choices = list(every_choice(layer))
     hits = sum(any(e // (SMALL.experts // ranks) == 0 for e in choice) for choice in choices)
-    assert draw in DRAWINGS.values()
-    assert draw(SMALL, ranks) == Fraction(hits, len(choices))  # type: ignore[operator]
+    assert hit_rank(layer, ranks) == Fraction(hits, len(choices))
 
 
 def test_v3_goes_where_it_says() -> None:
     """Of 7168 bf16 elements, 8 experts and weights a message, at 8 ranks of a group each."""
-    there, back = expect(V3, 8, "model", hit_kept)
-    assert back == pytest.approx(float(7 * hit_kept(V3, 8)) * 14336)
+    any_group = replace(V3, kept=8)
+    there, back = expect_sparse(V3, 8, "model")
+    assert back == pytest.approx(float(7 * hit_rank(V3, 8)) * 14336)
     assert there / back == pytest.approx((14336 + 64) / 14336)
-    assert expect(V3, 8, "fp8", hit_kept)[0] / there == pytest.approx((7168 + 4 + 64 + 12) / 14400)
-    assert float(8 * hit_kept(V3, 8)) <= 4 < float(8 * hit_any(V3, 8))
+    assert expect_sparse(V3, 8, "fp8")[0] / there == pytest.approx((7168 + 4 + 64 + 12) / 14400)
+    assert float(8 * hit_rank(V3, 8)) <= 4 < float(8 * hit_rank(any_group, 8))
     assert sum(pad(V3, 64)) == 63 * 4 * (2 * 14336 + 4)  # of 4 experts a rank, all may be a token's
-    assert reduce_all(V3, 8) == 2 * 7 * 14336
+    assert reduce_all("bfloat16", 7168, 8) == 2 * 7 * 14336
 
 
 def test_it_prints_a_table(capsys: pytest.CaptureFixture[str]) -> None:
@@ -47,9 +52,26 @@ def test_it_prints_a_table(capsys: pytest.CaptureFixture[str]) -> None:
     assert lines[-1].split() == ["all-reduce", "201", "889", "1806"]
 
 
-def test_what_two_processes_count_is_what_their_tokens_cost() -> None:
-    """Each checks its own count against its tokens' experts."""
-    counted = run_ranks(SMALL, 2)
-    drawings = [(draw, payload) for draw in DRAWINGS.values() for payload in ("model", "fp8")]
-    for found, (draw, payload) in zip(counted, drawings, strict=True):
-        assert found == pytest.approx(sum(expect(SMALL, 2, payload, draw)), rel=0.15)
+@pytest.mark.parametrize("ranks", [2, 4])
+def test_what_processes_count_is_what_their_tokens_cost(ranks: int) -> None:
+    """Each checks its own count of moe_all_to_all against its tokens' experts, which are drawn. What has no choice is
+    on the wire as expected, to the byte."""
+    counted = {name: (found, wanted) for name, found, wanted in run_ranks(SMALL, ranks)}
+    assert len(counted) == 2 * len(DRAWINGS) + 2
+    for name in (PADDED, REDUCED):
+        found, wanted = counted.pop(name)
+        assert found == wanted > 0
+    for found, wanted in counted.values():
+        assert found == pytest.approx(wanted, rel=0.15)
+
+
+def test_what_was_sent_is_counted_once_it_has_arrived() -> None:
+    with socket.create_server(("127.0.0.1", 0)) as server, socket.create_connection(server.getsockname()) as here:
+        there, _ = server.accept()
+        with there:
+            before = count_sent()
+            for size in (1, 500, 5000):
+                here.sendall(bytes(size))
+                there.sendall(bytes(10 * size))
+                assert count_sent() - before == 11 * size
+                before = count_sent()

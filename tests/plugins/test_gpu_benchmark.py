@@ -132,6 +132,9 @@ def test_rows_are_measured_one_by_one(simulator: Simulator, monkeypatch: pytest.
     assert found[1].describe() == "OutOfMemoryError: no room" and found[4].describe() == "BuildError: no"
     assert all(row.error == 0 and row.of_floor == row.of_bandwidth > 0 for row in (found[0], *found[2:4]))
     assert [row.describe() for row in kernels.measure_rows(ROWS[:1], {HEADS: Carried({})}, 0)] == ["not measured"]
+    untimed = [(replace(ROWS[0][0], timed=False), HEADS)]
+    (checked,) = kernels.measure_rows(untimed, {HEADS: Carried({})}, time.monotonic() + 60)
+    assert (checked.error, checked.seconds, checked.describe()) == (0, 0.0, "0.000 of the bound")
 
 
 def test_what_does_not_compile_is_told() -> None:

@@ -19,8 +19,8 @@ from benchmarks.loopback import keep_local, loop_back
 from benchmarks.passed import main as record_main
 from plugins.operation import Exchange, Input, Operation, Scratch
 from plugins.passed import find_run
-from plugins.resources import list_subjects
 from plugins.simulator import Simulator
+from plugins.subjects import list_subjects
 from tests.passes import save_fake_run
 from tests.plugins.experts_cases import BASE, STORAGES
 from tests.plugins.test_moe_all_to_all import COMBINE, DISPATCH
@@ -117,7 +117,7 @@ def test_a_saved_run_fills_the_table_once(tmp_path: Path, table: Path, capsys: p
     run = save_fake_run(tmp_path / "run.json")
     for _ in range(2):
         assert record_main([str(run)], table) == 0
-    modules = {kernel.module for _, operation, _ in list_subjects() for kernel in operation.kernels()}
+    modules = {kernel.module for subject in list_subjects() for kernel in subject.operation.kernels()}
     runs = json.loads(table.read_text())["runs"]
     assert len(runs) == 1 + len(modules) and runs[0]["source"] == "blake3:other"
     for operation in (HEADS, LATENT_ROPE, GROUPED, BASE):
@@ -167,6 +167,8 @@ def test_rows_say_which_bar_they_miss() -> None:
     assert replace(row, of_floor=0.75).describe() == f"{seen}75% of floor, {missed}"
     assert (row.judge("NVIDIA A100-SXM4-80GB"), row.judge("NVIDIA H200")) == ("ok", "slow")  # the bars are an H200's
     assert replace(row, error=2.0).judge("NVIDIA H200") == "FAILED" and replace(row, error=None).judge("") == ""
+    checked = replace(row, timed=False)
+    assert (checked.describe(), checked.judge("NVIDIA H200")) == ("0.100 of the bound", "ok")
     fast = replace(row, of_bandwidth=0.8, unfused=2.0)
     assert fast.judge("NVIDIA H200") == "ok" and not fast.list_missed()
     assert replace(row, step="decode 1", unfused=2.0).list_missed() == []

@@ -6,7 +6,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from pipeline.engine.description import DESCRIPTION, EngineDescription, load_description
-from pipeline.errors import PackageError
+from pipeline.errors import CompatibilityError, PackageError
 
 if TYPE_CHECKING:
     from pipeline.checkpoint.folder import CheckpointFolder
@@ -47,16 +47,28 @@ def load_rank(
 
 
 def load_rank_engine(rank: Rank, *, engine: str, weights: float) -> EngineRunner:
-    """In the process of the rank, on the GPU of that number. Not yet run on hardware."""
+    """In the process of the rank, on the GPU of that number. Raises CompatibilityError where there is none, or NCCL is
+    not; PackageError where the engines are of other ranks. Not yet run on hardware."""
     import torch
 
     from plugins.nccl import find_group
 
     folder = Path(engine)
+    ranks = load_description(folder).all_ranks
+    if [each.spec.rank for each in ranks] != list(rank.parallel.ranks):
+        raise PackageError(
+            f"{folder} has engines of {ranks[0].spec.rank.parallel}, and rank {rank.index} is one of {rank.parallel}",
+            hint="package the engines again",
+        )
+    if (seen := torch.cuda.device_count()) <= rank.index:
+        raise CompatibilityError(
+            f"rank {rank.index} of {rank.parallel.world} runs on GPU {rank.index}, and torch {torch.__version__} sees "
+            f"{seen or 'none'}",
+            hint="check CUDA_VISIBLE_DEVICES, the driver with nvidia-smi, and that torch was built for CUDA",
+        )
     torch.cuda.set_device(rank.index)
     communicator = find_group(0, rank.parallel.world).handle.value
-    description = load_description(folder).all_ranks[rank.index]
-    return run_engine(folder, description, weights_fraction=weights, communicator=communicator)
+    return run_engine(folder, ranks[rank.index], weights_fraction=weights, communicator=communicator)
 
 
 def run_engine(folder: Path, description: EngineDescription, **options: Any) -> EngineRunner:
