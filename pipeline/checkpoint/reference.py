@@ -12,13 +12,12 @@ from __future__ import annotations
 
 import copy
 import math
-import sys
-from collections.abc import Iterator, Mapping
-from contextlib import contextmanager
+from collections.abc import Mapping
 from typing import TYPE_CHECKING, Any, cast
 
 from pipeline.checkpoint.architecture import parse_architecture
 from pipeline.checkpoint.layer_state import EXPERTS, STACKS, ExpertStack
+from pipeline.checkpoint.lean_import import import_lean
 from pipeline.errors import CheckpointError
 
 if TYPE_CHECKING:
@@ -116,17 +115,14 @@ def _read_when_used(module: torch.nn.Module, stacks: Mapping[str, ExpertStack]) 
 
 def _load_classes(config: Mapping[str, Any]) -> tuple[Any, Any, str]:
     """The transformers module of the architecture, its config object, and the prefix of its class names."""
-    import importlib
-
     names = config.get("architectures") or [None]
     if names[0] not in MODULES:
         raise CheckpointError(
             f"architecture {names[0]} has no transformers reference here", hint=f"known: {', '.join(MODULES)}"
         )
     package, prefix = MODULES[names[0]]
-    with _without_triton():
-        module_source = importlib.import_module(f"transformers.models.{package}.modeling_{package}")
-    config_source = importlib.import_module(f"transformers.models.{package}.configuration_{package}")
+    module_source = import_lean(f"transformers.models.{package}.modeling_{package}")
+    config_source = import_lean(f"transformers.models.{package}.configuration_{package}")
     # transformers writes into the rope mapping that it is given.
     values = {key: copy.deepcopy(value) for key, value in config.items() if key not in OWN_KEYS}
     _reject_unproven(names[0], values)
@@ -142,20 +138,6 @@ def _load_classes(config: Mapping[str, Any]) -> tuple[Any, Any, str]:
     hf_config._attn_implementation = "eager"
     hf_config._experts_implementation = "eager"
     return module_source, hf_config, prefix
-
-
-@contextmanager
-def _without_triton() -> Iterator[None]:
-    """torch._dynamo, which transformers imports and nothing here uses, would import Triton where it is installed: 70 MB
-    of resident memory. None in sys.modules is how Python is told that there is no such module."""
-    hidden = "triton" not in sys.modules
-    if hidden:
-        sys.modules["triton"] = None  # type: ignore[assignment]
-    try:
-        yield
-    finally:
-        if hidden:
-            del sys.modules["triton"]
 
 
 # HF class -> settings that DeepSeek's own code honours and transformers 5 ignores: only this value can be proved.

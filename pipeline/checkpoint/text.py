@@ -13,7 +13,7 @@ from pipeline.errors import CheckpointError, ConfigError
 if TYPE_CHECKING:
     from tokenizers import Tokenizer
 
-CHUNK_CHARACTERS = 1 << 16  # tokenized by one thread: a whole file in one call is slow and large
+CHUNK_CHARACTERS = 1 << 14  # tokenized by one thread: a whole file in one call is slow and large
 MOST_CHUNKS = 8  # at a time, by as many threads. What the library holds of a chunk is fifty times as large as it
 
 

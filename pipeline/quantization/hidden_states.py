@@ -22,7 +22,7 @@ if TYPE_CHECKING:
 
 # Of a batch: about as many as the model is wide, so that activations take what a layer's weights take. More would gain
 # nothing but where experts are read anew for each batch, which are those of wide models.
-FEWEST_TOKENS, MOST_TOKENS = 512, 2048
+FEWEST_TOKENS, MOST_TOKENS = 256, 2048
 
 
 class HiddenStates:

@@ -88,7 +88,7 @@ def _solve(context: StageContext, source: CheckpointFolder) -> Quantize:
 
 STAGE = Stage(
     name="quantize",
-    version=5,
+    version=6,
     run=_run,
     inputs=("convert",),
     sources=_sources,

@@ -85,7 +85,7 @@ def test_rows_of_many_experts_are_bounded() -> None:
 def test_states_on_disk_are_read_back_in_batches(tmp_path: Path) -> None:
     states = HiddenStates(tmp_path / "s", samples=150, length=32, hidden=8)
     values = torch.randn(150, 32, 8)
-    assert [stop - start for start, stop in states.spans()] == [16] * 9 + [6]
+    assert [stop - start for start, stop in states.spans()] == [8] * 18 + [6]
     wide = HiddenStates(tmp_path / "w", samples=150, length=32, hidden=1024)
     assert [stop - start for start, stop in wide.spans()] == [32] * 4 + [22]
     assert HiddenStates(tmp_path / "w", samples=3, length=4096, hidden=8).spans() == [(0, 1), (1, 2), (2, 3)]
