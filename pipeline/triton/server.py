@@ -32,6 +32,8 @@ UNLOAD_S = 10.0
 # Of a model whose process got no processor for a second while it was loaded, as on a busy machine: Triton has given it
 # up (see keeper.Overdue), and it is loaded again.
 GIVEN_UP = "is not healthy"
+# Of a tritonserver that aborted because such a process got none while it was imported, before Triton watches it.
+ABORTED = "lock_exception"
 
 
 class TritonServer:
@@ -65,14 +67,7 @@ class TritonServer:
         """Starts it and waits until every model is loaded. Raises ServerError with the reasons where one cannot be, or
         not within `deadline` seconds: a model's process that cannot start makes Triton wait for ever."""
         self.addresses.check()
-        self._log.open()
-        remove_remains()
-        self._folder = Path(tempfile.mkdtemp(prefix=FOLDER))
         try:
-            self.installation.link_backends(self._backends, *self.backends)
-            mirror(self.repository, self._models)
-            if (artifacts := self.repository.parent / ARTIFACTS).is_dir():  # which the models name by relative paths
-                (self._models.parent / ARTIFACTS).symlink_to(artifacts.resolve(), target_is_directory=True)
             self._launch()
             end = time.monotonic() + deadline
             self._wait_until_live(end, deadline)
@@ -145,6 +140,13 @@ class TritonServer:
         return self._log.errors()
 
     def _launch(self) -> None:
+        self._log.open()
+        remove_remains()
+        self._folder = Path(tempfile.mkdtemp(prefix=FOLDER))
+        self.installation.link_backends(self._backends, *self.backends)
+        mirror(self.repository, self._models)
+        if (artifacts := self.repository.parent / ARTIFACTS).is_dir():  # which the models name by relative paths
+            (self._models.parent / ARTIFACTS).symlink_to(artifacts.resolve(), target_is_directory=True)
         job = {
             "command": self.command(),
             "log": str(self.log.resolve()),
@@ -186,10 +188,14 @@ class TritonServer:
 
     def _wait_until_live(self, end: float, deadline: float) -> None:
         while time.monotonic() < end:
-            if not self.running:
-                raise ServerError(f"tritonserver ended at its start\n{self.errors()}".rstrip(), hint=self._hint)
             if self.control.is_live():
                 return
+            if not self.running:
+                errors = self.errors()
+                if ABORTED not in errors:
+                    raise ServerError(f"tritonserver ended at its start\n{errors}".rstrip(), hint=self._hint)
+                self.stop(grace=0)
+                self._launch()
             time.sleep(0.05)
         raise ServerError(
             f"tritonserver did not load its models in {deadline:g} s\n{self.errors()}".rstrip(), hint=self._hint

@@ -137,6 +137,26 @@ def test_a_system_installation_is_taken_from_path(tmp_path, system, monkeypatch)
     assert (report["prefix"], report["version"]) == (sys.prefix, sys.version)
 
 
+@pytest.mark.parametrize(("words", "starts"), [("boost::interprocess::lock_exception", 2), ("std::bad_alloc", 1)])
+def test_a_start_that_a_busy_machine_made_triton_abort_is_made_again(tmp_path, words, starts):
+    """Any other end at the start is told."""
+    found = find_installation()
+    binary, count = tmp_path / "tritonserver", tmp_path / "count"
+    abort = f"echo \"terminate called after throwing an instance of '{words}'\" >&2; kill -ABRT $$"
+    once = f"echo x >> {count}; [ $(wc -l < {count}) -gt 1 ] || {{ {abort}; }}"
+    binary.write_text(f'#!/bin/sh\n{once}\nexec {found.binary} "$@"\n')
+    binary.chmod(0o755)
+    (tmp_path / "probe").mkdir()
+    with make(tmp_path / "probe", dataclasses.replace(found, binary=binary)) as server:
+        if starts == 1:
+            with pytest.raises(ServerError, match=f"ended at its start\n.*{words}"):
+                server.start(deadline=120)
+        else:
+            server.start(deadline=120)
+            assert ask(server)["prefix"] == sys.prefix
+    assert count.read_text() == "x\n" * starts
+
+
 def test_a_stub_of_another_python_is_refused(system):
     stub = system.parents[1] / "backends" / "python" / installations.STUB
     stub.write_bytes(stub.read_bytes().replace(b"libpython3.11", b"libpython3.99"))
