@@ -13,6 +13,7 @@ from pipeline.checkpoint.layouts import layout_for
 from pipeline.engine.limits import BuildLimits, Rectangle
 from pipeline.engine.memory import estimate_weights, fit_batches, plan_memory
 from pipeline.network.spec import Lowering
+from pipeline.quantization.patterns import find_pattern
 from pipeline.quantization.selection import Decision, Rules
 from pipeline.sharding.ranks import Parallel
 from tests.fixtures import LLAMA_CONFIG, V2_CONFIG, V3_CONFIG
@@ -209,6 +210,7 @@ def test_as_fast_for_ninety_thousand_tensors() -> None:
     rules = Rules(method="rtn", include=ROLES, exclude=("transformer.layers.60.*",))
 
     def measure() -> float:
+        find_pattern.cache_clear()
         began = time.process_time()
         plan_memory(architecture, dtype="bfloat16", limits=limits(16, 32768), rules=rules)
         fit_batches(architecture, gpu_bytes=640 << 30, dtype="bfloat16", limits=limits(16, 32768), rules=rules)
