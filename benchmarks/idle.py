@@ -42,14 +42,14 @@ class IdleRunner:
 
 def replace_network(seconds: float) -> None:
     """From now on, models that this process loads have the limits of their package, and this network."""
-    service: Any = importlib.import_module("pipeline.triton.backend.service")
-    load = service.load_model
+    loading: Any = importlib.import_module("pipeline.triton.backend.loading")
+    load = loading.load_model
 
     def load_idle(*arguments: Any) -> Any:
         loaded = load(*arguments)
         return replace(loaded, runner=IdleRunner(loaded.vocab_size, seconds), kind="idle network")
 
-    service.load_model = load_idle
+    loading.load_model = load_idle
 
 
 def write_backends(backends: Path, folder: Path, seconds: float) -> Path:
