@@ -77,10 +77,10 @@ def _list_sms(operation: Operation) -> tuple[int, ...]:
 
 def _list_models() -> Iterator[tuple[str, Operation]]:
     """V3's experts are FP8 or INT4: in 16 bits, those of one layer are 22 GB."""
-    for cache in ("", "int8", "fp8"):
+    for cache in CACHES:
         yield from _attend_grouped("Llama-8B", "float16", cache)
     for model, dtype in _TYPES.items():
-        for cache in ("", "int8", "fp8"):
+        for cache in CACHES:
             yield from _attend_latent(model, dtype, cache, True)
     for model, dtype in _TYPES.items():
         yield from _exchange(model, dtype)

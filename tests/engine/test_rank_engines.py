@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 import json
+from collections.abc import Callable
 from pathlib import Path
+from typing import Any
 
 import pytest
 from click.testing import CliRunner
@@ -84,11 +86,8 @@ def invoke(*arguments: str) -> str:
     return CliRunner().invoke(cli, list(arguments), standalone_mode=False, catch_exceptions=False).stdout
 
 
-def test_ranks_built_without_weights_are_inspected_and_compared_with_their_checkpoint(
-    tmp_path: Path,
-) -> None:
-    parallel, checkpoint = Parallel(tensor=2), tmp_path / "checkpoint"
-    write_engine_checkpoint(checkpoint, ONE_LAYER, int4=LLAMA_INT4, group=64)
+def compiling(checkpoint: Path, **options: Any) -> Callable[[NetworkSpec, Path], EngineDescription]:
+    """Builds each rank's engine for SM80 with TensorRT itself."""
 
     def build(spec: NetworkSpec, folder: Path) -> EngineDescription:
         return build_engine(
@@ -98,14 +97,23 @@ def test_ranks_built_without_weights_are_inspected_and_compared_with_their_check
             limits=SMALL,
             sm=80,
             output=folder / "model.engine",
-            log=tmp_path / "build.log",
-            weights="stripped",
+            log=folder / "build.log",
+            **options,
         )
+
+    return build
+
+
+def test_ranks_built_without_weights_are_inspected_and_compared_with_their_checkpoint(
+    tmp_path: Path,
+) -> None:
+    parallel, checkpoint = Parallel(tensor=2), tmp_path / "checkpoint"
+    write_engine_checkpoint(checkpoint, ONE_LAYER, int4=LLAMA_INT4, group=64)
 
     spec = NetworkSpec(dtype="float16", max_seq_len=SMALL.max_seq_len, block_size=SMALL.block_size)
     folder = tmp_path / "engines"
     folder.mkdir()
-    built = build_ranks(parallel, spec, FolderWorkspace(folder), build)
+    built = build_ranks(parallel, spec, FolderWorkspace(folder), compiling(checkpoint, weights="stripped"))
     seen = json.loads(invoke("inspect", str(folder), "--json"))
     assert seen["kind"] == "TensorRT-RTX engines of 2 ranks"
     assert (seen["parallel"], seen["weights"]) == ({"tensor": 2, "pipeline": 1, "expert": 1}, "stripped")
@@ -138,19 +146,8 @@ def test_every_rank_of_four_is_compiled(parallel: Parallel, lowering: Lowering, 
     write_engine_checkpoint(checkpoint, FOUR_GROUPS, int4=V2_INT4, group=32)
     folder.mkdir()
 
-    def build(spec: NetworkSpec, folder: Path) -> EngineDescription:
-        return build_engine(
-            backend="tensorrt_rtx",
-            checkpoint=checkpoint,
-            spec=spec,
-            limits=SMALL,
-            sm=80,
-            output=folder / "model.engine",
-            log=tmp_path / "build.log",
-        )
-
     spec = NetworkSpec(dtype="float16", max_seq_len=SMALL.max_seq_len, block_size=SMALL.block_size, lowering=lowering)
-    built = build_ranks(parallel, spec, FolderWorkspace(folder), build)
+    built = build_ranks(parallel, spec, FolderWorkspace(folder), compiling(checkpoint))
     assert [rank.spec.rank for rank in built.all_ranks] == list(parallel.ranks)
     assert len({rank.network_digest for rank in built.all_ranks}) == 4
     by_plugin = lowering == EXCHANGED

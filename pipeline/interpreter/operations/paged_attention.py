@@ -24,7 +24,7 @@ MOST_SCORES = 1 << 24  # of a layer held at once in exact mode, 64 MiB
 # Fast mode: between these numbers of scores per head, and in all, plain products are up to three times as fast as
 # torch's fused attention. They round scores and probabilities to bf16, as transformers' eager attention does.
 FEWEST_PLAIN, MOST_PLAIN = 1 << 8, 1 << 24
-FEWEST_SHARED = 1 << 15  # multiplications of attention, from which on another thread pays
+FEWEST_SHARED = 1 << 15  # multiplications, from which on another thread helps: among other calls it is awake
 
 
 def compile_cache_rows(site: Site) -> Kernel:
