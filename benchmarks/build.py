@@ -21,7 +21,7 @@ from pipeline.engine.builder import build_engine
 from pipeline.engine.description import EngineDescription
 from pipeline.engine.engine_file import inspect_engine
 from pipeline.engine.limits import BuildLimits, Rectangle
-from pipeline.engine.memory import MemoryPlan, plan_memory
+from pipeline.engine.memory import Design, MemoryPlan, plan_memory
 from pipeline.network.spec import NetworkSpec
 from pipeline.progress import format_amount, make_reporter
 from pipeline.quantization.selection import Rules
@@ -96,7 +96,7 @@ def run(
         progress=make_reporter(),
     )
     rules = Rules(method="rtn", include=roles, group_size=group)
-    plan = plan_memory(architecture, dtype="float16", limits=LIMITS, rules=rules)
+    plan = plan_memory(Design(architecture, dtype="float16", rules=rules), LIMITS)
     shutil.rmtree(checkpoint)
     return description, plan, engine
 

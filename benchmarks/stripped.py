@@ -13,7 +13,7 @@ from pipeline.engine.builder import build_engine
 from pipeline.engine.description import EngineDescription
 from pipeline.engine.engine_file import EngineFile, inspect_engine
 from pipeline.engine.limits import BuildLimits, Rectangle
-from pipeline.engine.memory import plan_memory
+from pipeline.engine.memory import Design, plan_memory
 from pipeline.engine.refit_list import load_refit_list
 from pipeline.network.spec import Lowering, NetworkSpec
 from pipeline.progress import format_amount, make_reporter
@@ -71,7 +71,7 @@ def report_profiles(checkpoint: Path, description: EngineDescription, engine: En
     architecture = CheckpointFolder.open(checkpoint).architecture
     layers, lowering = architecture.num_layers, description.spec.lowering
     hidden = layers if lowering.rope_paged_kv == "plugin" else 0
-    plan = plan_memory(architecture, dtype="float16", limits=LIMITS, lowering=lowering)
+    plan = plan_memory(Design(architecture, dtype="float16", lowering=lowering), LIMITS)
     for (limit, planned), profile in zip(plan.workspaces, engine.profiles, strict=True):
         kernels = sum(profile.graph.kernels.values()) + hidden
         print(f"  {limit.name}: workspace {format_amount(profile.workspace_bytes, 'B')} "

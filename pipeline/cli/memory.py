@@ -17,26 +17,27 @@ if TYPE_CHECKING:
 def describe_memory(case: Case) -> dict[str, Any]:
     """Bytes of weights, workspace, KV cache and the rest against the GPU's, and the largest batch for each length. Of
     several GPUs, those of the one with the heaviest layers."""
-    from pipeline.engine.memory import RESERVE_BYTES, fit_batches, plan_memory
+    from pipeline.engine.fit import fit_batches
+    from pipeline.engine.memory import RESERVE_BYTES, Design, plan_memory
     from pipeline.network.spec import Lowering
 
-    config, architecture, build = case.config, case.architecture, case.build
+    config, build = case.config, case.build
     limits, cache = build.limits(), case.quantize.kv_cache
     parallel = case.parallel.sizes
-    options: dict[str, Any] = {
-        "dtype": case.dtype,
-        "limits": limits,
-        "rules": case.quantize.rules,
-        "fp8": case.kept_fp8 is not None,
-        "held": case.held_kinds,
-        "moe": build.moe,
-        "lowering": Lowering(**build.lowering.model_dump()),
-        "kv_cache": "model" if cache == "none" else cache,
-        "parallel": parallel,
-    }
-    plan = plan_memory(architecture, **options)
+    design = Design(
+        case.architecture,
+        dtype=case.dtype,
+        rules=case.quantize.rules,
+        fp8=case.kept_fp8 is not None,
+        held=case.held_kinds,
+        moe=build.moe,
+        lowering=Lowering(**build.lowering.model_dump()),
+        kv_cache="model" if cache == "none" else cache,
+        parallel=parallel,
+    )
+    plan = plan_memory(design, limits)
     gpu_bytes = config.target.device.memory_bytes
-    fits = fit_batches(architecture, gpu_bytes=gpu_bytes, **options)
+    fits = fit_batches(design, limits, gpu_bytes=gpu_bytes)
     return {
         "gpu": config.target.gpu,
         "gpus": parallel.world,

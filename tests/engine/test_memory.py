@@ -3,17 +3,14 @@ from __future__ import annotations
 import math
 import subprocess
 import sys
-import time
 from typing import Any
-
-import pytest
 
 from pipeline.checkpoint.architecture import Architecture, parse_architecture
 from pipeline.checkpoint.layouts import layout_for
 from pipeline.engine.limits import BuildLimits, Rectangle
-from pipeline.engine.memory import estimate_weights, fit_batches, plan_memory
+from pipeline.engine.memory import Design, plan_memory
+from pipeline.engine.weights import estimate_weights
 from pipeline.network.spec import Lowering
-from pipeline.quantization.patterns import find_pattern
 from pipeline.quantization.selection import Decision, Rules
 from pipeline.sharding.ranks import Parallel
 from tests.fixtures import LLAMA_CONFIG, V2_CONFIG, V3_CONFIG
@@ -143,21 +140,21 @@ def test_groups() -> None:
 
 
 def test_kv_cache() -> None:
-    plan = plan_memory(LLM_7B, dtype="float16", limits=limits(4, 4096))
+    plan = plan_memory(Design(LLM_7B, dtype="float16"), limits(4, 4096))
     assert plan.kv_bytes_per_token == 2 * 30 * 32 * 128 * 2  # K and V, layers, heads, head size, bytes
     assert plan.kv_bytes_per_block == 64 * plan.kv_bytes_per_token
     assert plan.pool_bytes == (4 * 64 + 1) * plan.kv_bytes_per_block
-    latent = plan_memory(parse_architecture(V3_SIZES), dtype="bfloat16", limits=limits(4, 4096))
+    latent = plan_memory(Design(parse_architecture(V3_SIZES), dtype="bfloat16"), limits(4, 4096))
     assert latent.kv_bytes_per_token == 61 * 576 * 2
     for kind in ("int8", "fp8"):
-        half = plan_memory(LLM_7B, dtype="float16", limits=limits(4, 4096), lowering=PLUGINS, kv_cache=kind)
+        half = plan_memory(Design(LLM_7B, dtype="float16", lowering=PLUGINS, kv_cache=kind), limits(4, 4096))
         assert (half.kv_bytes_per_token * 2, half.pool_bytes * 2) == (plan.kv_bytes_per_token, plan.pool_bytes)
 
 
 def test_the_cache_of_stages_is_that_of_the_longest() -> None:
     """61 layers over two stages: the second has 30, and more weights, since three of the first's have no experts."""
     v3 = parse_architecture(V3_SIZES)
-    plan = plan_memory(v3, dtype="bfloat16", limits=limits(4, 4096), parallel=Parallel(pipeline=2))
+    plan = plan_memory(Design(v3, dtype="bfloat16", parallel=Parallel(pipeline=2)), limits(4, 4096))
     assert plan.kv_bytes_per_token == 31 * 576 * 2
     stages = [
         estimate_weights(v3, dtype="bfloat16", max_seq_len=4096, rank=rank) for rank in Parallel(pipeline=2).ranks
@@ -166,60 +163,15 @@ def test_the_cache_of_stages_is_that_of_the_longest() -> None:
 
 
 def test_attention_that_copies_no_pages_takes_less() -> None:
-    """And holds more sequences, a quantized cache about twice as many where the cache is what fills the GPU."""
     given = limits(64, 4096)
     native, plugin = (
-        plan_memory(LLM_7B, dtype="float16", limits=given, lowering=lowering) for lowering in (Lowering(), PLUGINS)
+        plan_memory(Design(LLM_7B, dtype="float16", lowering=lowering), given) for lowering in (Lowering(), PLUGINS)
     )
     pages = 2 * 64 * 4096 * 32 * 128 * 2  # keys and values of one layer
     assert native.workspaces[1][1].nbytes > pages > 20 * plugin.workspaces[1][1].nbytes
-    fits = [
-        fit_batches(LLM_7B, gpu_bytes=80 << 30, dtype="float16", limits=given, **options)[-1].batch
-        for options in ({}, {"lowering": PLUGINS}, {"lowering": PLUGINS, "kv_cache": "int8"})
-    ]
-    assert fits[0] < fits[1] and 1.9 < fits[2] / fits[1] < 2.1
-
-
-@pytest.mark.parametrize("gpu_gib", [24, 80])
-def test_the_largest_batch_fits_and_one_more_does_not(gpu_gib: int) -> None:
-    available, rules = gpu_gib << 30, Rules(method="rtn", include=ROLES)
-    fits = fit_batches(LLM_7B, gpu_bytes=available, dtype="float16", limits=limits(4, 4096), rules=rules)
-    assert [fit.length for fit in fits] == [1024, 2048, 4096]
-    weights = plan_memory(LLM_7B, dtype="float16", limits=limits(4, 4096), rules=rules).weights_bytes
-    for fit in fits:
-        assert fit.batch > 4
-
-        def needed(batch: int, length: int = fit.length) -> int:
-            # The context phase stays at the limits' 4 sequences: an extra rectangle, not measured here.
-            plan = plan_memory(LLM_7B, dtype="float16", limits=limits(batch, length), rules=rules)
-            generation = plan.workspaces[1][1].nbytes
-            small = plan_memory(LLM_7B, dtype="float16", limits=limits(4, length, max_chunk=1024 * 2 // batch or 1))
-            workspace = max(generation, small.workspaces[0][1].nbytes)
-            return plan.total_bytes - plan.workspace_bytes + workspace + weights - plan.weights_bytes
-
-        assert needed(fit.batch) <= available < needed(fit.batch + 1)
-
-
-def test_too_small_a_gpu_fits_nothing() -> None:
-    fits = fit_batches(LLM_7B, gpu_bytes=8 << 30, dtype="float16", limits=limits(1, 4096))
-    assert {fit.batch for fit in fits} == {0}
-
-
-def test_as_fast_for_ninety_thousand_tensors() -> None:
-    architecture = parse_architecture(V3_SIZES)
-    rules = Rules(method="rtn", include=ROLES, exclude=("transformer.layers.60.*",))
-
-    def measure() -> float:
-        find_pattern.cache_clear()
-        began = time.process_time()
-        plan_memory(architecture, dtype="bfloat16", limits=limits(16, 32768), rules=rules)
-        fit_batches(architecture, gpu_bytes=640 << 30, dtype="bfloat16", limits=limits(16, 32768), rules=rules)
-        return time.process_time() - began
-
-    assert min(measure() for _ in range(5)) < 0.5  # other work on the machine only adds to it
 
 
 def test_needs_no_torch() -> None:
-    code = "import sys, pipeline.engine.memory; print('torch' in sys.modules, 'tensorrt_rtx' in sys.modules)"
+    code = "import sys, pipeline.engine.fit; print('torch' in sys.modules, 'tensorrt_rtx' in sys.modules)"
     output = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True).stdout
     assert output.split() == ["False", "False"]

@@ -11,8 +11,10 @@ import pytest
 from pipeline.checkpoint.architecture import Architecture, parse_architecture
 from pipeline.checkpoint.folder import CheckpointFolder
 from pipeline.checkpoint.layouts import layout_for
-from pipeline.engine.memory import estimate_weights, fit_batches, plan_memory
+from pipeline.engine.fit import fit_batches
+from pipeline.engine.memory import Design, plan_memory
 from pipeline.engine.split import shrink
+from pipeline.engine.weights import estimate_weights
 from pipeline.quantization.selection import Rules
 from pipeline.sharding import Parallel, Rank, slice_source
 from tests.engine.checkpoints import TINY_V2, write_engine_checkpoint
@@ -86,10 +88,10 @@ def test_ranks_hold_what_they_are_given(sizes: dict[str, int], tmp_path: Path) -
 
 def test_one_gpus_part_of_v3() -> None:
     """671B parameters in INT4 are 4.125 + 16/128 bits each, over 8 GPUs; attention's latent and the embedding stay."""
-    part = plan_memory(V3, dtype="float16", limits=limits(16, 4096), rules=RULES, parallel=Parallel(tensor=8))
+    part = plan_memory(Design(V3, dtype="float16", rules=RULES, parallel=Parallel(tensor=8)), limits(16, 4096))
     experts = ROUTED_LAYERS * 256 * 3 * 7168 * 2048 * (0.5 + 2 / 128)
     assert experts / 8 < part.weights_bytes < experts / 8 * 1.2
-    whole = plan_memory(V3, dtype="float16", limits=limits(16, 4096), rules=RULES)
+    whole = plan_memory(Design(V3, dtype="float16", rules=RULES), limits(16, 4096))
     assert part.kv_bytes_per_token == whole.kv_bytes_per_token  # one latent, read by all heads
     assert part.workspace_bytes < whole.workspace_bytes
     assert whole.total_bytes > A100 > part.total_bytes
@@ -98,16 +100,16 @@ def test_one_gpus_part_of_v3() -> None:
 @pytest.mark.parametrize("parallel", [Parallel(8), Parallel(8, expert=8), Parallel(8, expert=2)])
 def test_what_fits_has_room_and_one_more_has_not(parallel: Parallel) -> None:
     given = limits(8, 2048)
-    for fit in fit_batches(V3, gpu_bytes=A100, dtype="float16", limits=given, rules=RULES, parallel=parallel):
+    for fit in fit_batches(Design(V3, dtype="float16", rules=RULES, parallel=parallel), given, gpu_bytes=A100):
         assert fit.batch > 8
-        plan = plan_memory(V3, dtype="float16", limits=limits(fit.batch, fit.length), rules=RULES, parallel=parallel)
+        plan = plan_memory(Design(V3, dtype="float16", rules=RULES, parallel=parallel), limits(fit.batch, fit.length))
         # Its context step may be larger than the limits', so this is no more than what fits.
         assert plan.weights_bytes + plan.pool_bytes + plan.workspaces[1][1].nbytes < A100
 
 
 def test_kv_heads_are_split_with_the_query_heads() -> None:
-    whole = plan_memory(LLAMA, dtype="float16", limits=limits(2, 128))
-    part = plan_memory(LLAMA, dtype="float16", limits=limits(2, 128), parallel=Parallel(tensor=2, pipeline=2))
+    whole = plan_memory(Design(LLAMA, dtype="float16"), limits(2, 128))
+    part = plan_memory(Design(LLAMA, dtype="float16", parallel=Parallel(tensor=2, pipeline=2)), limits(2, 128))
     assert part.kv_bytes_per_token * 4 == whole.kv_bytes_per_token
 
 
@@ -115,7 +117,7 @@ def test_experts_are_sent_rows_for_each_of_a_tokens_experts() -> None:
     """An eighth of the experts, on a row for each of the 8 experts that a token has: what they write is as large."""
     given = limits(8, 2048)
     whole, part = (
-        dict(plan_memory(V3, dtype="float16", limits=given, parallel=parallel).workspaces[0][1].terms)
+        dict(plan_memory(Design(V3, dtype="float16", parallel=parallel), given).workspaces[0][1].terms)
         for parallel in (Parallel(), Parallel(8, expert=8))
     )
     assert part["experts_down"] == whole["experts_down"] == 256 * 1024 * 7168 * 2
