@@ -62,15 +62,20 @@ def network(g: Any) -> dict[str, Any]:
     return {"y": g.product("y", ratio, g.constant("weight", RawTensor.from_torch(WEIGHT[None])))}
 
 
-def test_few_rows_and_many_are_alike(library: native.Library, monkeypatch: pytest.MonkeyPatch) -> None:
-    """On either side of the number of values, also where rows do not follow one another."""
+def test_one_thread_and_several_are_alike(library: native.Library, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Also where rows do not follow one another."""
     interpreter = Interpreter(read(network), mode="fast")
     x = torch.randn(10, 128, generator=torch.Generator().manual_seed(0)).bfloat16()[:, :64]
-    few = interpreter.run({"x": x})["y"]
-    monkeypatch.setattr(pointwise, "MOST_ALONE", 0)
-    many = interpreter.run({"x": x})["y"]
-    for found in (few, many):
-        torch.testing.assert_close(found.float(), reference(x, WEIGHT, 1e-3).float(), rtol=2**-7, atol=0)
+    alone = interpreter.run({"x": x})["y"]
+    torch.testing.assert_close(alone.float(), reference(x, WEIGHT, 1e-3).float(), rtol=2**-7, atol=0)
+    share(monkeypatch)
+    assert torch.equal(Interpreter(read(network), mode="fast").run({"x": x})["y"], alone)
+
+
+def share(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Three threads for any number of values."""
+    monkeypatch.setattr(pointwise, "FEWEST_SHARED", 0)
+    monkeypatch.setattr(torch, "get_num_threads", lambda: 3)
 
 
 def stream(g: Any) -> dict[str, Any]:
@@ -87,10 +92,11 @@ def stream(g: Any) -> dict[str, Any]:
     return {"y": normed, "stream": x}
 
 
-@pytest.mark.parametrize("alone", [1 << 16, 0])
+@pytest.mark.parametrize("shared", [False, True])
 @pytest.mark.parametrize("native_too", [True, False])
-def test_a_sum_and_its_norm(alone: int, native_too: bool, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(pointwise, "MOST_ALONE", alone)
+def test_a_sum_and_its_norm(shared: bool, native_too: bool, monkeypatch: pytest.MonkeyPatch) -> None:
+    if shared:
+        share(monkeypatch)
     if not native_too:
         monkeypatch.setattr(pointwise, "load_library", lambda: None)
     program, generator = read(stream), torch.Generator().manual_seed(0)

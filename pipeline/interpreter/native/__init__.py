@@ -21,10 +21,17 @@ from typing import Any
 
 import torch
 
-KERNELS = ("linear", "rms_norm", "gate", "rotate_into_cache", "attend_pages")  # in the order of calls.c
-MOST_ARGUMENTS = 16  # as in calls.c
+KERNELS = (
+    "linear",
+    "rms_norm",
+    "gate",
+    "rotate_into_cache",
+    "attend_pages",
+    "attend_chunks",
+)  # in the order of calls.c
+MOST_ARGUMENTS = 24  # as in calls.c
 SOURCES = tuple(
-    Path(__file__).with_name(f"{name}.c") for name in ("calls", "linear", "pointwise", "rotary", "attention")
+    Path(__file__).with_name(f"{name}.c") for name in ("calls", "linear", "pointwise", "rotary", "attention", "chunks")
 )
 # No traps and no errno: nothing here reads them, and loops with a condition become vectors. NaN and infinity stay.
 FLAGS = ("-O3", "-march=native", "-fno-trapping-math", "-fno-math-errno", "-fopenmp", "-shared", "-fPIC")

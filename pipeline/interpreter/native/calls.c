@@ -6,7 +6,7 @@
 
 #include "calls.h"
 
-enum { MOST_ARGUMENTS = 16 };
+enum { MOST_ARGUMENTS = 24 };
 
 typedef struct {
     int64_t function, shared;  // shared: by the team's threads; else the first does it alone
@@ -14,7 +14,7 @@ typedef struct {
     int64_t arguments[MOST_ARGUMENTS];
 } call;
 
-static kernel *const kernels[] = {linear, rms_norm, gate, rotate_into_cache, attend_pages};
+static kernel *const kernels[] = {linear, rms_norm, gate, rotate_into_cache, attend_pages, attend_chunks};
 
 // Returns the number of the call that was refused, after which none is made, or `count`.
 long run(const call *calls, long count, int threads) {

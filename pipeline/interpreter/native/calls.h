@@ -36,4 +36,4 @@ INLINE void wait_for_all(team all) {
 // to work in. Returns 1, and changes nothing, where it refuses what it was given.
 typedef int kernel(const void *arguments, void *scratch, team all);
 
-kernel linear, rms_norm, gate, rotate_into_cache, attend_pages;
+kernel linear, rms_norm, gate, rotate_into_cache, attend_pages, attend_chunks;

@@ -15,7 +15,8 @@
 
 enum {
     PART = 128,    // inputs that share a unit
-    TILE = 8,      // rows that are multiplied by a weight while it is in a register
+    VECTORS = 16 / LANES,  // of 16 outputs
+    TILE = 8 / VECTORS,  // rows that are multiplied by a weight while it is in a register: their sums are in some, too
     NEAR = 16,     // blocks of 16 outputs whose weights stay in the cache while all rows pass
     SHARES = 8,    // of each thread, at least
     AHEAD = 4096,  // bytes: weights are read once, from memory
@@ -74,55 +75,54 @@ INLINE ints pair_of_weights(const int bits, ints words, int s) {
     return (ints)(s ? (shorts)words >> 8 : (shorts)words << 8 >> 8);
 }
 
-// `vectors` times LANES outputs from `half` on of 16.
-INLINE void multiply_part(const int bits, const int count, const int vectors, tile x, shape s, const uint8_t *weights,
-                          const float *scales, float *sums, int half) {
-    floats total[TILE][2];
+// `count` rows, 16 outputs: `sums` [count, 16].
+INLINE void multiply_rows(const int bits, const int count, tile x, shape s, const uint8_t *weights, const float *scales,
+                          float *sums) {
+    floats total[TILE][VECTORS];
     for (int m = 0; m < count; m++)
-        for (int v = 0; v < vectors; v++) total[m][v] = (floats){0};
+        for (int v = 0; v < VECTORS; v++) total[m][v] = (floats){0};
     for (long group = 0; group < s.in; group += s.length, scales += 16) {
-        floats scaled[TILE][2];
+        floats scaled[TILE][VECTORS];
         for (int m = 0; m < count; m++)
-            for (int v = 0; v < vectors; v++) scaled[m][v] = (floats){0};
+            for (int v = 0; v < VECTORS; v++) scaled[m][v] = (floats){0};
         for (long first = group; first < group + s.length; first += PART, x.units += count, x.offsets += count) {
-            ints sum[TILE][2];
+            ints sum[TILE][VECTORS];
             for (int m = 0; m < count; m++)
-                for (int v = 0; v < vectors; v++) sum[m][v] = (ints){0} + (bits == 4 ? x.offsets[m] : 0);
+                for (int v = 0; v < VECTORS; v++) sum[m][v] = (ints){0} + (bits == 4 ? x.offsets[m] : 0);
             for (long k = first; k < end_of_part(first, group + s.length); k += 32 / bits) {
-                ints words[2];
-                for (int v = 0; v < vectors; v++)
-                    words[v] = load_ints(weights + 2 * bits * k + 4 * (half + LANES * v));
-                if (half == 0) __builtin_prefetch(weights + 2 * bits * k + AHEAD);
+                ints words[VECTORS];
+                for (int v = 0; v < VECTORS; v++) words[v] = load_ints(weights + 2 * bits * k + 4 * LANES * v);
+                __builtin_prefetch(weights + 2 * bits * k + AHEAD);
 #pragma GCC unroll 4
                 for (int i = 0; i < 16 / bits; i++)
-                    for (int v = 0; v < vectors; v++) {
+                    for (int v = 0; v < VECTORS; v++) {
                         const ints pair = pair_of_weights(bits, words[v], i);
                         for (int m = 0; m < count; m++)
                             sum[m][v] = add_pairs(sum[m][v], pair, (ints){0} + x.pairs[(k / 2 + i) * count + m]);
                     }
             }
             for (int m = 0; m < count; m++)
-                for (int v = 0; v < vectors; v++) scaled[m][v] += widen(sum[m][v]) * x.units[m];
+                for (int v = 0; v < VECTORS; v++) scaled[m][v] += widen(sum[m][v]) * x.units[m];
         }
-        for (int v = 0; v < vectors; v++)
-            for (int m = 0; m < count; m++) total[m][v] += scaled[m][v] * load_floats(scales + half + LANES * v);
+        for (int v = 0; v < VECTORS; v++)
+            for (int m = 0; m < count; m++) total[m][v] += scaled[m][v] * load_floats(scales + LANES * v);
     }
     for (int m = 0; m < count; m++)
-        for (int v = 0; v < vectors; v++) store_floats(sums + 16 * m + half + LANES * v, total[m][v]);
+        for (int v = 0; v < VECTORS; v++) store_floats(sums + 16 * m + LANES * v, total[m][v]);
 }
 
-// 16 outputs. Few rows take them all at once, more half of them: what is summed has to fit the registers.
 INLINE void multiply(const int bits, int count, tile x, shape s, const uint8_t *weights, const float *scales,
                      float *sums) {
     switch (count) {
-#define CASE(n)                                                                        \
-    case n: {                                                                          \
-        const int vectors = n <= 4 ? 16 / LANES : 1;                                   \
-        for (int half = 0; half < 16; half += LANES * vectors)                         \
-            multiply_part(bits, n, vectors, x, s, weights, scales, sums, half);        \
-        break;                                                                         \
+#define CASE(n)                                                \
+    case n: {                                                  \
+        multiply_rows(bits, n, x, s, weights, scales, sums);   \
+        break;                                                 \
     }
-        CASE(1) CASE(2) CASE(3) CASE(4) CASE(5) CASE(6) CASE(7) CASE(8)
+        CASE(1) CASE(2) CASE(3) CASE(4)
+#if LANES == 16
+        CASE(5) CASE(6) CASE(7) CASE(8)
+#endif
     }
 }
 

@@ -40,10 +40,15 @@ INLINE floats widen(ints values) { return __builtin_convertvector(values, floats
 INLINE ints add_pairs(ints sum, ints a, ints b) {
 #if defined(PORTABLE) || !(defined(__AVX512BW__) || defined(__AVX2__))
     return sum + (a << 16 >> 16) * (b << 16 >> 16) + (a >> 16) * (b >> 16);
-#elif defined(__AVX512BW__)
-    return sum + (ints)_mm512_madd_epi16((__m512i)a, (__m512i)b);
 #else
-    return sum + (ints)_mm256_madd_epi16((__m256i)a, (__m256i)b);
+#if defined(__AVX512BW__)
+    sum += (ints)_mm512_madd_epi16((__m512i)a, (__m512i)b);
+#else
+    sum += (ints)_mm256_madd_epi16((__m256i)a, (__m256i)b);
+#endif
+    // Without this GCC makes the products of many sums first and adds them later, for which registers do not suffice.
+    __asm__("" : "+v"(sum));
+    return sum;
 #endif
 }
 

@@ -3,6 +3,7 @@ size, T packed rows."""
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from dataclasses import replace
 from typing import Any
 
@@ -24,6 +25,7 @@ MOST_SCORES = 1 << 24  # of a layer held at once in exact mode, 64 MiB
 # Fast mode: between these numbers of scores per head, and in all, plain products are up to three times as fast as
 # torch's fused attention. They round scores and probabilities to bf16, as transformers' eager attention does.
 FEWEST_PLAIN, MOST_PLAIN = 1 << 8, 1 << 24
+CHUNK_WIDTH, CHUNK_ROWS = 32, 64  # as in native/chunks.c: columns in multiples, and rows at a time
 FEWEST_SHARED = 1 << 15  # multiplications, from which on another thread helps: among other calls it is awake
 
 
@@ -165,8 +167,8 @@ def compile_attend_pages(site: Site) -> Kernel:
 
 def compile_attend_packed(site: Site) -> Kernel:
     """Packed rows q [T, N, D] laid out by sequence, attention, its rows [T, N * D] packed again. Inputs: as of
-    attend_pages; the index that lays out and that which packs, each with its rows (row_index). Where each sequence has
-    one row, nothing has to be laid out."""
+    attend_pages; the index that lays out and that which packs, each with its rows (row_index). In C nothing has to be
+    laid out."""
     attend, take = compile_attend_pages(site), compile_take_rows(site)
     single = adapt(attend, lambda q, *rest: (q.unsqueeze(2), *rest[:5]), lambda y: y.flatten(1))
 
@@ -176,18 +178,67 @@ def compile_attend_packed(site: Site) -> Kernel:
         packed: Tensor = take(y.permute(0, 2, 1, 3).flatten(2).flatten(0, 1), unpad, unpad_rows)
         return packed
 
-    def is_single(q: Tensor, keys: Tensor, values: Tensor, table: Tensor, rows: Tensor, bias: Tensor, *p: Any) -> bool:
-        pad, pad_rows, unpad, unpad_rows = p
-        return pad_rows is None and unpad_rows is None and len(q) == len(table) == pad.numel() == unpad.numel()
-
     if not isinstance(single, NativeKernel):
-        return lambda *inputs: single(*inputs) if is_single(*inputs) else run(*inputs)
-    inner = single.plan
+        return lambda *inputs: single(*inputs) if _is_single(*inputs) else run(*inputs)
+    plan_single, plan_chunks = single.plan, _plan_chunks(site)
 
     def plan(empty: Empty, *inputs: Any) -> Call | None:
-        return inner(empty, *inputs) if is_single(*inputs) else None
+        return plan_single(empty, *inputs) if _is_single(*inputs) else plan_chunks(empty, *inputs)
 
     return replace(single, plan=plan, otherwise=run)
+
+
+def _is_single(
+    q: Tensor, keys: Tensor, values: Tensor, table: Tensor, rows: Tensor, bias: Tensor, *places: Any
+) -> bool:
+    pad, pad_rows, unpad, unpad_rows = places
+    return pad_rows is None and unpad_rows is None and len(q) == len(table) == pad.numel() == unpad.numel()
+
+
+def _plan_chunks(site: Site) -> Callable[..., Call | None]:
+    """Several rows of a sequence, in C where products are of fp32: where they are of bf16, torch's are as fast."""
+    held, heads, (_, kv_heads, size, width) = site.held(), site.spec(0).shape[1], site.spec(1).shape
+    v_width = site.spec(2).shape[3]
+    fits = held is torch.float32 and size % CHUNK_WIDTH == 0 and v_width % CHUNK_WIDTH == 0
+
+    def plan(empty: Empty, *inputs: Any) -> Call | None:
+        q, keys, values, table, _, bias, pad, _, unpad, _ = inputs
+        (batch, columns), rows = table.shape, len(q)
+        queries = pad.numel() // batch
+        tensors = (q, keys, values, table, bias, pad, unpad)
+        if not fits or unpad.numel() != rows or not all(tensor.is_contiguous() for tensor in tensors):
+            return None
+        if {q.dtype, bias.dtype} != {held} or {pad.dtype, unpad.dtype} != {torch.int32}:
+            return None
+        y = empty((rows, heads * v_width), dtype=held)
+        group, length = heads // kv_heads, columns * size
+        most = group * max(1, CHUNK_ROWS // group)
+        threads = torch.get_num_threads() if rows * heads * length * width >= FEWEST_SHARED else 1
+        return Call(
+            kernel="attend_chunks",
+            arguments=(
+                *(tensor.data_ptr() for tensor in (*tensors, y)),
+                rows,
+                len(keys),
+                batch,
+                queries,
+                heads,
+                kv_heads,
+                columns,
+                size,
+                width,
+                v_width,
+                0 if len(bias) == 1 else bias.stride(0),
+                0 if bias.shape[2] == 1 else length,
+            ),
+            outputs=y,
+            scratch=4 * threads * (most * (width + size + v_width + 2) + width * size),
+            threads=threads,
+            refusal=f"the block table names blocks that are none of the {len(keys)} of the cache, or rows are not "
+            "packed again as they were laid out",
+        )
+
+    return plan
 
 
 def compile_page_rows(site: Site) -> Kernel:

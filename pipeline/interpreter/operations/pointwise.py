@@ -12,7 +12,7 @@ from pipeline.interpreter.numerics import NATIVE
 from pipeline.interpreter.operations.arithmetic import compile_sigmoid
 from pipeline.interpreter.operations.site import Kernel, Site
 
-MOST_ALONE = 1 << 16  # values for which one thread is enough
+FEWEST_SHARED = 1 << 16  # values, from which on another thread pays
 
 
 def compile_rms_norm(site: Site) -> Kernel:
@@ -65,7 +65,7 @@ def _plan_norm(
     types, width = {x.dtype, weight.dtype, held if added is None else added.dtype}, x.shape[-1]
     rows = x.numel() // width
     in_rows = x.stride(-1) == 1 and (x.is_contiguous() or x.dim() == 2)
-    if types != {held} or eps.dtype is not torch.float32 or x.numel() > MOST_ALONE:
+    if types != {held} or eps.dtype is not torch.float32:
         return None
     if not in_rows or not weight.is_contiguous() or (added is not None and added.stride() != x.stride()):
         return None
@@ -86,6 +86,7 @@ def _plan_norm(
             width if x.is_contiguous() else x.stride(0),
         ),
         outputs=y if total is None else (total, y),
+        threads=_count_threads(x),
     )
 
 
@@ -101,11 +102,15 @@ def compile_gate(site: Site) -> Kernel:
 
     def plan(empty: Empty, g: Tensor, u: Tensor) -> Call | None:
         in_rows = g.dim() == 2 and g.stride(1) == 1 and u.stride(1) == 1
-        if not in_rows or g.dtype not in NATIVE or g.dtype is not u.dtype or g.numel() > MOST_ALONE:
+        if not in_rows or g.dtype not in NATIVE or g.dtype is not u.dtype:
             return None
         y = empty(g.shape, dtype=g.dtype)
         addresses = (g.data_ptr(), u.data_ptr(), y.data_ptr())
         arguments = (g.dtype is torch.bfloat16, *addresses, *g.shape, g.stride(0), u.stride(0))
-        return Call(kernel="gate", arguments=arguments, outputs=y)
+        return Call(kernel="gate", arguments=arguments, outputs=y, threads=_count_threads(g))
 
     return gate if library is None else NativeKernel(library=library, plan=plan, otherwise=gate)
+
+
+def _count_threads(x: Tensor) -> int:
+    return torch.get_num_threads() if x.numel() >= FEWEST_SHARED else 1
