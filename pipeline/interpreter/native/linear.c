@@ -14,12 +14,12 @@
 #include "calls.h"
 
 enum {
-    PART = 128,    // inputs that share a unit
+    PART = 128,            // inputs that share a unit
     VECTORS = 16 / LANES,  // of 16 outputs
-    TILE = 8 / VECTORS,  // rows that are multiplied by a weight while it is in a register: their sums are in some, too
-    NEAR = 16,     // blocks of 16 outputs whose weights stay in the cache while all rows pass
-    SHARES = 8,    // of each thread, at least
-    AHEAD = 4096,  // bytes: weights are read once, from memory
+    TILE = 8 / VECTORS,    // rows that are multiplied by a weight while it is in a register: their sums are in some, too
+    NEAR = 16,             // blocks of 16 outputs whose weights stay in the cache while all rows pass
+    SHARES = 8,            // of each thread, at least
+    AHEAD = 4096,          // bytes: weights are read once, from memory
 };
 
 typedef struct {
@@ -114,11 +114,10 @@ INLINE void multiply_rows(const int bits, const int count, tile x, shape s, cons
 INLINE void multiply(const int bits, int count, tile x, shape s, const uint8_t *weights, const float *scales,
                      float *sums) {
     switch (count) {
-#define CASE(n)                                                \
-    case n: {                                                  \
-        multiply_rows(bits, n, x, s, weights, scales, sums);   \
-        break;                                                 \
-    }
+#define CASE(n)                                              \
+    case n:                                                  \
+        multiply_rows(bits, n, x, s, weights, scales, sums); \
+        break;
         CASE(1) CASE(2) CASE(3) CASE(4)
 #if LANES == 16
         CASE(5) CASE(6) CASE(7) CASE(8)
