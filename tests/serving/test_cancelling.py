@@ -13,6 +13,7 @@ import numpy as np
 import pytest
 from tritonclient.grpc import InferenceServerClient
 
+from pipeline.triton.client import ask_all
 from pipeline.triton.grpc_gate import GrpcGate
 from pipeline.triton.http_gate import HttpGate
 from pipeline.triton.query import Query
@@ -171,3 +172,21 @@ def test_a_query_that_is_interrupted_is_cancelled(server, client):
     else:
         raise AssertionError(f"not one of {TRIES} was cancelled")
     assert wait_for(lambda: is_idle(server))
+
+
+def test_queries_that_nobody_waits_for_any_more_are_cancelled(server, url):
+    """As by Ctrl-C, or by a pipe that closes after the first answer: those that are being asked; no other is sent."""
+    queries = [Query(text="hello", options={"max_tokens": tokens, "end_id": -1}) for tokens in (1, *[LENGTH] * 9)]
+    for _ in range(TRIES):
+        before = read_metrics(server)
+        answers = ask_all(queries, url=url, concurrency=4, timeout=60)
+        assert next(answers).num_output_tokens == 1
+        answers.close()
+        assert wait_for(lambda: is_idle(server))
+        ended = {
+            event: read_metrics(server)["nv_trt_llm_request_events", event] - before["nv_trt_llm_request_events", event]
+            for event in ("completed", "cancelled")
+        }
+        if ended["cancelled"] >= 3:
+            break
+    assert ended["cancelled"] in (3, 4) and ended["completed"] <= 2, ended
