@@ -112,10 +112,10 @@ def _find(config_file: str, overrides: Sequence[str], rehearse: bool) -> tuple[P
 def _run(supervisor: Supervisor) -> None:
     import signal
 
-    def stop(*_: object) -> None:
-        if supervisor.stopping:
-            raise KeyboardInterrupt  # asked twice: at once
-        supervisor.stop()
+    def stop(number: int, _: object) -> None:
+        if supervisor.stop():
+            click.echo("asked again: requests in flight are ended", err=True)
+            raise SystemExit(128 + number)
 
     try:
         supervisor.start()
