@@ -87,7 +87,7 @@ class Client:
     def _stream(self, query: Query, began: float, timeout: float | None) -> Iterator[dict[str, npt.NDArray[Any]]]:
         from tritonclient.utils import InferenceServerException
 
-        self._replies = replies = queue.SimpleQueue()  # before it is looked whether it is cancelled: see `cancel`
+        replies = self._replies = queue.SimpleQueue()  # before it is looked whether it is cancelled: see `cancel`
         self._client.start_stream(lambda result, error: replies.put((result, error)))
         finished = False
         try:

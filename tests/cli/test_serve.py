@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import contextlib
 import os
 import signal
+import sys
 from collections.abc import Iterator
 from types import SimpleNamespace
 
@@ -52,6 +54,17 @@ def test_asked_to_end_it_ends(number: int, capsys: pytest.CaptureFixture[str]) -
     assert (supervisor.stops, supervisor.closed) == (1, True)
     output = capsys.readouterr()
     assert (output.out, output.err) == ("ready: gRPC at h:2, HTTP at h:1, metrics at h:3\n", "stopping\n")
+
+
+def test_what_it_cannot_say_does_not_end_it(monkeypatch: pytest.MonkeyPatch) -> None:
+    """As where stderr goes to a file on a disk that is full by now."""
+    supervisor = Supervisor(signal.SIGTERM)
+    with contextlib.suppress(OSError), open("/dev/full", "w") as full:
+        monkeypatch.setattr(sys, "stderr", full)
+        serve._run(supervisor)  # type: ignore[arg-type]
+        monkeypatch.undo()
+        supervisor.signals = ()
+    assert (supervisor.closed, supervisor.signals) == (True, ())
 
 
 @pytest.mark.parametrize(("number", "code"), [(signal.SIGINT, 130), (signal.SIGTERM, 143)])

@@ -327,6 +327,7 @@ def test_sigterm_lets_requests_end_refuses_new_ones_and_leaves_nothing(serving, 
     code, (_, errors) = serving.end()
     assert code == 0, errors
     assert "still in flight" not in errors
+    assert re.search(r"^starting Triton on .*: its 8 processes may need \S+ MB of memory, and \S+ GB are free", errors)
     assert wait_for(lambda: not alive(processes), 10), alive(processes)
     assert shared_memory(serving.process.pid) == []
     assert {path.relative_to(package): path.read_bytes() for path in package.rglob("*") if path.is_file()} == files
