@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 from pathlib import Path
 from typing import TYPE_CHECKING
 
@@ -57,6 +58,7 @@ def command(
     """
     from pipeline.triton.addresses import Addresses
     from pipeline.triton.canary import check_package
+    from pipeline.triton.footprint import compare_with_free, estimate_memory
     from pipeline.triton.installation import find_installation
     from pipeline.triton.package import find_package
     from pipeline.triton.supervisor import Patience, Supervisor
@@ -78,9 +80,15 @@ def command(
         addresses=Addresses(host=host, metrics_host=host, http=http_port, grpc=grpc_port, metrics=metrics_port),
         max_bytes=max_request_mb * MEGABYTE,
         patience=Patience(grace=grace),
-        say=lambda text: click.echo(text, err=True),
+        say=_say,
     )
-    click.echo(f"starting Triton on {package}; log: {log}", err=True)
+    memory, fits = compare_with_free(estimate_memory(found, rehearsal))
+    _say(f"starting Triton on {package}: {memory}; log: {log}")
+    if not fits:
+        _say(
+            "  that may be too little: free some, or lower stages.package.max_tokens_in_paged_kv_cache or the number "
+            "of instances"
+        )
     _run(supervisor)
 
 
@@ -112,10 +120,10 @@ def _find(config_file: str, overrides: Sequence[str], rehearse: bool) -> tuple[P
 def _run(supervisor: Supervisor) -> None:
     import signal
 
-    def stop(*_: object) -> None:
-        if supervisor.stopping:
-            raise KeyboardInterrupt  # asked twice: at once
-        supervisor.stop()
+    def stop(number: int, _: object) -> None:
+        if supervisor.stop():
+            _say("asked again: requests in flight are ended")
+            raise SystemExit(128 + number)
 
     try:
         supervisor.start()
@@ -129,6 +137,12 @@ def _run(supervisor: Supervisor) -> None:
         }
         click.echo("ready: " + ", ".join(f"{what} at {place}" for what, place in places.items()))
         supervisor.run()
-        click.echo("stopping", err=True)
+        _say("stopping")
     finally:
         supervisor.close()
+
+
+def _say(text: str) -> None:
+    """On stderr. A server does not end because that is full, or nobody reads it any more."""
+    with contextlib.suppress(OSError):
+        click.echo(text, err=True)

@@ -52,16 +52,8 @@ def check_package(context: StageContext, folder: Path, checkpoint: Path) -> None
 
 def _find_shortage(folder: Path, rehearsal: Rehearsal | None) -> str | None:
     """Why serving it here would not fit in memory, if it would not."""
-    from pipeline.host_memory import free_memory
-    from pipeline.progress import format_amount
-    from pipeline.triton.footprint import estimate_memory
+    from pipeline.triton.footprint import compare_with_free, estimate_memory
     from pipeline.triton.package import find_package
 
-    parts = estimate_memory(find_package(folder), rehearsal)
-    needed, processes = sum(part.nbytes for part in parts), sum(part.processes for part in parts)
-    if needed <= (free := free_memory()):
-        return None
-    return (
-        f"its {processes} processes may need {format_amount(needed, 'B')} of memory, and {format_amount(free, 'B')} "
-        "are free"
-    )
+    words, fits = compare_with_free(estimate_memory(find_package(folder), rehearsal))
+    return None if fits else words

@@ -22,6 +22,8 @@ DEFAULT_URL = "localhost:8001"
 _BROKEN = "no longer in valid state"
 # What gRPC says of a server that it does not get to; anything else that is "unavailable" a server has said itself.
 _ABSENT = ("connect", "socket", "resolving", "dns resolution")
+# How addresses of other protocols begin: gRPC would look for a host of that name.
+_FOREIGN = ("http://", "https://", "grpc://", "grpcs://")
 
 
 @dataclass(slots=True, kw_only=True)
@@ -43,10 +45,13 @@ class Client:
     def __init__(self, url: str = DEFAULT_URL) -> None:
         from tritonclient.grpc import InferenceServerClient
 
-        if not url.strip():
-            raise ServerError("the server's address is empty", hint="give its gRPC address as --url HOST:PORT")
+        if not url.strip() or url.lower().startswith(_FOREIGN):
+            problem = f"is {url}, and gRPC's has no scheme" if url.strip() else "is empty"
+            raise ServerError(f"the server's address {problem}", hint="give its gRPC address as --url HOST:PORT")
         self.url = url
         self._client: Any = InferenceServerClient(url)
+        self._replies: queue.SimpleQueue[tuple[Any, Any]] = queue.SimpleQueue()
+        self._cancelled = False
 
     def __enter__(self) -> Client:
         return self
@@ -56,6 +61,12 @@ class Client:
 
     def close(self) -> None:
         self._client.close()
+
+    def cancel(self) -> None:
+        """From another thread: the query that is being asked ends with ServingError, here and on the server; so does
+        every one after it."""
+        self._cancelled = True
+        self._replies.put((None, None))
 
     def ask(
         self, query: Query, *, on_text: Callable[[str], object] | None = None, timeout: float | None = None
@@ -76,7 +87,7 @@ class Client:
     def _stream(self, query: Query, began: float, timeout: float | None) -> Iterator[dict[str, npt.NDArray[Any]]]:
         from tritonclient.utils import InferenceServerException
 
-        replies: queue.SimpleQueue[tuple[Any, Any]] = queue.SimpleQueue()
+        replies = self._replies = queue.SimpleQueue()  # before it is looked whether it is cancelled: see `cancel`
         self._client.start_stream(lambda result, error: replies.put((result, error)))
         finished = False
         try:
@@ -92,11 +103,15 @@ class Client:
                 if _BROKEN not in refusal.message():  # nothing was sent, and nobody will answer
                     raise ServingError(refusal.message()) from None
             while not finished:
+                if self._cancelled:
+                    raise ServingError("the query was cancelled")
                 left = None if timeout is None else began + timeout - time.monotonic()
                 try:
                     result, error = replies.get(timeout=left if left is None else max(0.0, left))
                 except queue.Empty:
                     raise ServerError(f"{self.url} has not answered in full after {timeout:g} s") from None
+                if self._cancelled:
+                    continue
                 if error is not None:
                     raise _explain(error, self.url)
                 response = result.get_response()
@@ -139,7 +154,7 @@ def ask_all(
     queries: Sequence[Query], *, url: str = DEFAULT_URL, concurrency: int = 4, timeout: float | None = None
 ) -> Iterator[Answer | Exception]:
     """Answers in the order of the queries, `concurrency` of them asked at a time, each on a connection of its own. What
-    a query fails with stands in the place of its answer."""
+    a query fails with stands in the place of its answer. Left before the last answer, it cancels those being asked."""
 
     def ask(query: Query) -> Answer | Exception:
         client = idle.get()
@@ -152,7 +167,9 @@ def ask_all(
 
     idle: queue.SimpleQueue[Client] = queue.SimpleQueue()
     with contextlib.ExitStack() as stack:
-        for _ in range(concurrency):
-            idle.put(stack.enter_context(Client(url)))
-        with concurrent.futures.ThreadPoolExecutor(concurrency) as pool:
-            yield from pool.map(ask, queries)
+        clients = [stack.enter_context(Client(url)) for _ in range(concurrency)]
+        pool = stack.enter_context(concurrent.futures.ThreadPoolExecutor(concurrency))
+        for client in clients:
+            idle.put(client)
+            stack.callback(client.cancel)  # before the pool is left, which waits for what it runs
+        yield from pool.map(ask, queries)

@@ -6,15 +6,24 @@ of a server" in benchmarks/RESULTS.md. What requests at hand take is not in it.
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+import math
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
+from pipeline import host_memory
 from pipeline.checkpoint.folder import CheckpointFolder
+from pipeline.checkpoint.tensors import MODEL_DTYPE_BYTES
+from pipeline.network import inputs
+from pipeline.progress import format_amount
 from pipeline.triton.backend.belonging import describe
-from pipeline.triton.backend.loading import count_affordable, count_wanted, measure_block, pick_runner
+from pipeline.triton.backend.loading import count_affordable, count_wanted, pick_runner
 from pipeline.triton.backend.rehearsal import plan_rehearsal
 from pipeline.triton.package import EXECUTOR, Package, Rehearsal, read_configs, read_parameters
+
+if TYPE_CHECKING:
+    from pipeline.checkpoint.architecture import Architecture
+    from pipeline.network.spec import NetworkSpec
 
 _MIB = 1 << 20
 # `trtseek serve` with its doors, the keeper, and tritonserver.
@@ -61,6 +70,17 @@ def estimate_memory(package: Package, rehearsal: Rehearsal | None = None) -> tup
     return tuple(parts)
 
 
+def compare_with_free(parts: Sequence[Part]) -> tuple[str, bool]:
+    """What they may need and what is free, in words, and whether it fits."""
+    needed, processes = sum(part.nbytes for part in parts), sum(part.processes for part in parts)
+    free = host_memory.free_memory()
+    words = (
+        f"its {processes} processes may need {format_amount(needed, 'B')} of memory, and {format_amount(free, 'B')} "
+        "are free"
+    )
+    return words, needed <= free
+
+
 def count_processes(configs: Mapping[str, Any]) -> dict[str, int]:
     """Processes by model, from ModelConfigs by name: one for each instance; of an ensemble of Triton's, none."""
     return {
@@ -86,10 +106,22 @@ def _describe_model(package: Package, parameters: Mapping[str, str], rehearsal: 
         mode = rehearsal.mode
         spec, limits, wanted = plan_rehearsal(package.folder / parameters["gpt_model_path"], parameters, architecture)
         specs = [spec]
-    block = measure_block(architecture, specs, mode)
+    block = _measure_block(architecture, specs, mode)
     return _Model(
         vocab_size=architecture.vocab_size,
         weights=_WEIGHTS[mode] * sum(file.stat().st_size for file in checkpoint.files if file.suffix == ".safetensors"),
         pools=block * min(wanted, limits.max_blocks, count_affordable(block)),
         ranks=len(specs),
     )
+
+
+def _measure_block(architecture: Architecture, specs: Sequence[NetworkSpec], mode: str) -> int:
+    """Bytes that a KV block takes, in the pools of all ranks together, at most: fast mode holds 16 bits in 16 where the
+    processor multiplies them fast. Loading knows that by torch, which would take three times what `serve` itself does.
+    """
+    total = 0
+    for port in (port for spec in specs for port in inputs.pools(architecture, spec)):
+        declared = MODEL_DTYPE_BYTES.get(port.dtype, 1)  # 8-bit caches are not the model's type
+        width = declared if mode == "declared" or declared == 1 else MODEL_DTYPE_BYTES["float32"]
+        total += math.prod(port.resolve({"NB": 1})) * width
+    return total

@@ -10,9 +10,15 @@ import asyncio
 import contextlib
 import threading
 from abc import ABC, abstractmethod
-from collections.abc import Callable
+from collections.abc import AsyncIterator, Callable, Iterable
+
+from model_repo.trtseek_text import DRAINING
 
 CLOSE_S = 5.0
+
+
+class LostError(Exception):
+    """A request in flight is not answered any more; the text says why, to whoever asked."""
 
 
 class Gate(ABC):
@@ -29,6 +35,9 @@ class Gate(ABC):
         self.in_flight = 0
         self._started = threading.Event()
         self._error: Exception | None = None
+        # Of each call in flight: the models that it asked for, and what it is ended with.
+        self._calls: dict[asyncio.Timeout, set[str]] = {}
+        self._reasons: dict[asyncio.Timeout, str] = {}
         self._thread = threading.Thread(target=self._run, name=type(self).__name__, daemon=True)
 
     def start(self) -> None:
@@ -40,14 +49,26 @@ class Gate(ABC):
 
     def close(self) -> None:
         if self._thread.is_alive():
-            with contextlib.suppress(RuntimeError):  # it ends already
-                self._loop.call_soon_threadsafe(self._stop.set)
+            self._tell(self._stop.set)
             self._thread.join(CLOSE_S + 1)
+
+    def fail(self, reason: str, models: Iterable[str] | None = None) -> None:
+        """Ends what is in flight, to these models or to all: of a model whose process has died Triton never answers
+        it."""
+        if self._thread.is_alive():
+            self._tell(self._fail, reason, None if models is None else frozenset(models))
 
     @property
     def open(self) -> bool:
         """Whether the server is ready, and takes new requests."""
         return self._is_ready() and not self.draining
+
+    @property
+    def absence(self) -> str:
+        """What is said when Triton does not answer. Where it is, is nobody's business."""
+        if self.draining:
+            return DRAINING
+        return "tritonserver does not answer" if self._is_ready() else "the server is not ready: it loads its models"
 
     def _run(self) -> None:
         try:
@@ -63,4 +84,35 @@ class Gate(ABC):
 
     @abstractmethod
     async def _listen(self) -> None:
-        """Sets `_started` once it listens, and returns when `_stop` is set. Raises ServerError where it cannot."""
+        """Sets `_started` once it listens, and returns after `_wait_for_stop`. Raises ServerError where it cannot."""
+
+    async def _wait_for_stop(self) -> None:
+        """Then nothing is in flight any more."""
+        await self._stop.wait()
+        self._fail(DRAINING)
+
+    def _tell(self, function: Callable[..., object], *arguments: object) -> None:
+        with contextlib.suppress(RuntimeError):  # the loop ends already
+            self._loop.call_soon_threadsafe(function, *arguments)
+
+    @contextlib.asynccontextmanager
+    async def _losable(self, models: set[str]) -> AsyncIterator[None]:
+        """A call, which may ask for more `models` meanwhile. Raises LostError inside it when it is to be ended."""
+        timeout = asyncio.timeout(None)
+        try:
+            async with timeout:
+                self._calls[timeout] = models
+                yield
+        except TimeoutError:
+            if timeout not in self._reasons:
+                raise
+            raise LostError(self._reasons[timeout]) from None
+        finally:
+            self._calls.pop(timeout, None)
+            self._reasons.pop(timeout, None)
+
+    def _fail(self, reason: str, models: frozenset[str] | None = None) -> None:
+        for timeout, asked in self._calls.items():
+            if timeout not in self._reasons and (models is None or not models.isdisjoint(asked)):
+                self._reasons[timeout] = reason
+                timeout.reschedule(self._loop.time())

@@ -15,19 +15,21 @@ from typing import TYPE_CHECKING, Any
 
 from model_repo.trtseek_text import DRAINING
 from pipeline.triton.addresses import refuse
-from pipeline.triton.gate import CLOSE_S, Gate
+from pipeline.triton.gate import CLOSE_S, Gate, LostError
 
 if TYPE_CHECKING:
     from aiohttp import ClientSession, web
 
 READY = "/v2/health/ready"
-_MODEL_READY = re.compile(r"/v2/models/[^/]+(/versions/[^/]+)?/ready")
+_MODEL = re.compile(r"/v2/models/([^/]+)")
+_MODEL_READY = re.compile(rf"{_MODEL.pattern}(/versions/[^/]+)?/ready")
 # Triton's own endpoints that run code or touch the host: for whoever started the server, and not through here.
 CLOSED = ("/v2/repository", "/v2/systemsharedmemory", "/v2/cudasharedmemory", "/v2/trace", "/v2/logging")
 # Of one connection only, not of the message (RFC 9110, 7.6.1), and what the client library sets itself.
 HOP_BY_HOP = frozenset({"connection", "keep-alive", "transfer-encoding", "upgrade", "host", "content-length", "te"})
 # Of a request's body: aiohttp has undone them by the time it is read, and bounded what came out.
 UNDONE = frozenset({"gzip", "deflate"})
+EVENTS = "text/event-stream"
 HEADER_LENGTH = "Inference-Header-Content-Length"
 
 
@@ -55,7 +57,7 @@ class HttpGate(Gate):
             except OSError as error:
                 raise refuse(self.host, self.port, error, "--http-port") from error
             self._started.set()
-            await self._stop.wait()
+            await self._wait_for_stop()
             await runner.cleanup()
 
     async def _handle(self, request: web.Request, session: ClientSession) -> web.StreamResponse:
@@ -80,8 +82,8 @@ class HttpGate(Gate):
         self.in_flight += 1
         try:
             return await self._forward(request, body, session)
-        except ClientError as error:
-            return _refuse(502, f"tritonserver does not answer: {error}")
+        except ClientError:
+            return _refuse(502, self.absence)
         finally:
             self.in_flight -= 1
 
@@ -93,14 +95,27 @@ class HttpGate(Gate):
         undone = request.headers.get("Content-Encoding", "").lower() in UNDONE
         left_out = HOP_BY_HOP | {"content-encoding"} if undone else HOP_BY_HOP
         headers = {name: value for name, value in request.headers.items() if name.lower() not in left_out}
-        async with session.request(request.method, url, headers=headers, data=body or None) as answer:
-            kept = {name: value for name, value in answer.headers.items() if name.lower() not in HOP_BY_HOP}
-            response = web.StreamResponse(status=answer.status, headers=kept)
-            await response.prepare(request)
-            async for chunk in answer.content.iter_any():
-                await response.write(chunk)
-            await response.write_eof()
-            return response
+        response: web.StreamResponse | None = None
+        models = {match[1]} if (match := _MODEL.match(request.path)) else set()
+        try:
+            async with (
+                self._losable(models),
+                session.request(request.method, url, headers=headers, data=body or None) as answer,
+            ):
+                kept = {name: value for name, value in answer.headers.items() if name.lower() not in HOP_BY_HOP}
+                response = web.StreamResponse(status=answer.status, headers=kept)
+                await response.prepare(request)
+                async for chunk in answer.content.iter_any():
+                    await response.write(chunk)
+        except LostError as lost:
+            if response is None or not response.prepared:
+                return _refuse(503, str(lost))
+            if response.content_type == EVENTS:  # which have begun, and end as Triton ends those of a model that fails
+                await response.write(f"data: {json.dumps({'error': str(lost)})}\n\n".encode())
+            elif request.transport is not None:
+                request.transport.abort()
+        await response.write_eof()
+        return response
 
 
 def _make_logger() -> logging.Logger:

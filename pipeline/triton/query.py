@@ -34,7 +34,7 @@ LARGEST_FP32 = 3.4e38
 RESERVED = ("sequence_id", "sequence_start", "sequence_end", "priority", "binary_data_output", "triton_")
 # Type of a tensor -> what a value of it is, and the values it holds.
 VALUES: dict[str, tuple[str, Callable[[Any], bool]]] = {
-    "INT32": ("a whole number", lambda value: type(value) is int and -(2**31) <= value < 2**31),
+    "INT32": ("a whole number of 32 bits", lambda value: type(value) is int and -(2**31) <= value < 2**31),
     "UINT64": ("a whole number from 0", lambda value: type(value) is int and 0 <= value < 2**64),
     "FP32": ("a finite number", lambda value: type(value) in (int, float) and abs(value) <= LARGEST_FP32),
     "BOOL": ("true or false", lambda value: type(value) is bool),
@@ -73,7 +73,7 @@ class Query:
         if self.text is not None and not isinstance(self.text, str):
             yield f"the text is {self.text!r}, not text"
         if self.input_ids is not None and not (_is_list(self.input_ids) and all(map(is_int32, self.input_ids))):
-            yield f"input_ids are {self.input_ids!r}, not a list of whole numbers"
+            yield f"input_ids are {self.input_ids!r}, not a list of whole numbers of 32 bits"
         if self.messages is not None and not (
             _is_list(self.messages) and all(isinstance(message, Mapping) for message in self.messages)
         ):

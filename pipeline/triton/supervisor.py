@@ -16,6 +16,7 @@ from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any
 
+from model_repo.trtseek_text import DRAINING
 from pipeline.errors import TrtseekError
 from pipeline.progress import format_seconds
 from pipeline.triton.addresses import LOOPBACK, Addresses
@@ -64,7 +65,7 @@ class Supervisor:
         inner = Addresses(host=LOOPBACK, metrics_host=addresses.metrics_host, metrics=addresses.metrics)
         self.server = make_server(inner)
         self.ready = False
-        self._stopping = threading.Event()
+        self._stopping, self._hurried = threading.Event(), False
         self._models: dict[int, str] = {}
         self._repairs: deque[float] = deque()
         self._canary = _Canary()
@@ -90,13 +91,12 @@ class Supervisor:
     def gates(self) -> tuple[Gate, ...]:
         return self.http, self.grpc
 
-    @property
-    def stopping(self) -> bool:
-        return self._stopping.is_set()
-
-    def stop(self) -> None:
-        """Makes `run` return. May be called from a signal handler."""
+    def stop(self) -> bool:
+        """Makes `run` return; asked twice, `close` waits for no request. Whether it was. May be called from a signal
+        handler."""
+        self._hurried = self._stopping.is_set()
         self._stopping.set()
+        return self._hurried
 
     def close(self) -> None:
         """Refuses new requests, lets those in flight end where it was told to stop, and ends the server; interrupted,
@@ -107,12 +107,14 @@ class Supervisor:
         grace = 0.0
         try:
             self.server.drain()
-            over = self.stopping and self._drain()
+            over = self._stopping.is_set() and not self._hurried and self._drain()
             for gate in self.gates:
                 gate.close()
             # Nothing is in flight then, but Triton waits for clients whose connections stay open.
             grace = UNLOAD_S if over else 1.0
         finally:
+            for gate in self.gates:
+                gate.fail(DRAINING)
             self.server.stop(grace=grace)
 
     def _drain(self) -> bool:
@@ -180,6 +182,8 @@ class Supervisor:
         self._start_server()
 
     def _reload(self, models: list[str]) -> None:
+        for gate in self.gates:
+            gate.fail(f"{', '.join(models)} failed, and is loaded again: ask again", models)
         for model in models:
             self.server.control.unload(model, deadline=self.patience.canary)
         self.server.load(*models, deadline=self.patience.start)

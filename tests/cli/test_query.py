@@ -55,9 +55,14 @@ def test_token_ids_are_no_chat() -> None:
     assert result.exit_code == 2 and "--chat goes with text" in result.output
 
 
-def test_an_empty_address_is_refused() -> None:
-    result = run("x", "--url=")
-    assert isinstance(result.exception, ServerError) and "address is empty" in result.exception.message
+@pytest.mark.parametrize(
+    ("address", "problem"),
+    [("", "is empty"), ("http://127.0.0.1:8001", "has no scheme"), ("HTTPS://example.com", "has no scheme")],
+)
+def test_what_is_no_grpc_address_is_refused(address: str, problem: str) -> None:
+    result = run("x", f"--url={address}")
+    assert isinstance(result.exception, ServerError) and problem in result.exception.message
+    assert "--url HOST:PORT" in result.exception.hint
 
 
 def test_an_absent_server_is_told_once(tmp_path: Path) -> None:

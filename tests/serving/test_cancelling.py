@@ -6,6 +6,7 @@ import json
 import subprocess
 import sys
 import textwrap
+import time
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -13,9 +14,11 @@ import numpy as np
 import pytest
 from tritonclient.grpc import InferenceServerClient
 
+from pipeline.triton.client import ask_all
 from pipeline.triton.grpc_gate import GrpcGate
 from pipeline.triton.http_gate import HttpGate
 from pipeline.triton.query import Query
+from pipeline.triton.supervisor import SETTLE_S
 from tests.serving.asking import ENOUGH, LENGTH, Stream, make_inputs, make_request, tokens_of
 from tests.serving.test_answers import QUIET, is_idle, read_metrics, wait_for
 
@@ -171,3 +174,24 @@ def test_a_query_that_is_interrupted_is_cancelled(server, client):
     else:
         raise AssertionError(f"not one of {TRIES} was cancelled")
     assert wait_for(lambda: is_idle(server))
+
+
+def test_queries_that_nobody_waits_for_any_more_are_cancelled(server, url):
+    """As by Ctrl-C, or by a pipe that closes after the first answer: those that are being asked; no other is sent."""
+
+    def count():
+        metrics = read_metrics(server)
+        return [metrics["nv_trt_llm_request_events", event] for event in ("completed", "cancelled")]
+
+    queries = [Query(text="hello", options={"max_tokens": tokens, "end_id": -1}) for tokens in (1, *[LENGTH] * 9)]
+    for _ in range(TRIES):
+        time.sleep(SETTLE_S)
+        before = count()
+        answers = ask_all(queries, url=url, concurrency=4, timeout=60)
+        assert next(answers).num_output_tokens == 1
+        answers.close()
+        time.sleep(SETTLE_S)
+        completed, cancelled = (after - earlier for after, earlier in zip(count(), before, strict=True))
+        if cancelled >= 3:
+            break
+    assert (completed, cancelled) in [(1, 3), (1, 4)]

@@ -22,7 +22,7 @@ from tritonclient.grpc import InferenceServerClient
 from tritonclient.http import InferenceServerClient as HttpClient
 from tritonclient.utils import InferenceServerException
 
-from tests.serving.asking import make_inputs, text_of, tokens_of
+from tests.serving.asking import Stream, make_inputs, text_of, tokens_of
 from tests.serving.memory import list_processes
 
 TRTSEEK = str(Path(sys.executable).with_name("trtseek"))
@@ -237,7 +237,11 @@ def test_one_limit_holds_over_both_protocols(serving, nbytes):
 def test_a_model_whose_process_dies_is_loaded_again(serving, model):
     before = serving.query("hello", "--max-tokens=8").stdout
     (stub,) = [pid for pid, command in serving.processes().items() if f"/{model}/1/model.py" in command]
+    stream = Stream(serving.grpc, model)
     os.kill(stub, signal.SIGKILL)
+    assert wait_for(lambda: stream.errors), "Triton never answers what the process owes, and nobody else has"
+    assert stream.errors[0].message() == f"{model} failed, and is loaded again: ask again"
+    stream.client.close()
     assert wait_for(lambda: serving.request("/v2/health/ready")[0] == 503)
     assert wait_for(lambda: serving.request("/v2/health/ready")[0] == 200)
     assert serving.query("hello", "--max-tokens=8").stdout == before
@@ -323,6 +327,7 @@ def test_sigterm_lets_requests_end_refuses_new_ones_and_leaves_nothing(serving, 
     code, (_, errors) = serving.end()
     assert code == 0, errors
     assert "still in flight" not in errors
+    assert re.search(r"^starting Triton on .*: its 8 processes may need \S+ MB of memory, and \S+ GB are free", errors)
     assert wait_for(lambda: not alive(processes), 10), alive(processes)
     assert shared_memory(serving.process.pid) == []
     assert {path.relative_to(package): path.read_bytes() for path in package.rglob("*") if path.is_file()} == files

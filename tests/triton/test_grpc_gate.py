@@ -17,7 +17,7 @@ from tritonclient.grpc import InferenceServerClient, InferInput, service_pb2, se
 from tritonclient.utils import InferenceServerException
 
 from pipeline.triton.errors import ServerError
-from pipeline.triton.grpc_gate import HEALTH, GrpcGate
+from pipeline.triton.grpc_gate import HEALTH, GrpcGate, read_model
 
 ROOT = Path(__file__).parents[2]
 LIMIT = 100_000
@@ -130,6 +130,13 @@ def check_health(gate):
         return channel.unary_unary(f"{HEALTH}Check")(b"", timeout=10)
 
 
+def wait_for(condition):
+    end = time.monotonic() + 10
+    while not condition() and time.monotonic() < end:
+        time.sleep(0.01)
+    assert condition()
+
+
 def refused(caught):
     return caught.value.status().removeprefix("StatusCode."), caught.value.message()
 
@@ -202,10 +209,7 @@ def test_draining_refuses_new_requests_and_says_so(gate, client, upstream):
     replies.get(timeout=10)
     with concurrent.futures.ThreadPoolExecutor(1) as pool, InferenceServerClient(f"127.0.0.1:{gate.port}") as other:
         begun = pool.submit(infer, other, model="slow")
-        end = time.monotonic() + 10
-        while not gate.in_flight and time.monotonic() < end:
-            time.sleep(0.01)
-        assert gate.in_flight == 1
+        wait_for(lambda: gate.in_flight == 1)
         gate.draining = True
         assert not client.is_server_ready() and not client.is_model_ready("m")
         assert check_health(gate) == NOT_SERVING
@@ -234,6 +238,41 @@ def test_a_stream_comes_as_it_is_made_and_ends_with_its_client(client, upstream)
     assert upstream.gone.wait(10)
 
 
+def test_what_a_failed_model_owes_is_ended_and_nothing_else(gate, client, upstream):
+    """A request, and a stream that is in the middle of an answer; another model's stream goes on."""
+    with concurrent.futures.ThreadPoolExecutor(1) as pool, InferenceServerClient(f"127.0.0.1:{gate.port}") as other:
+        waiting = pool.submit(infer, InferenceServerClient(f"127.0.0.1:{gate.port}"), model="slow")
+        wait_for(lambda: upstream.metadata)
+        theirs, ours = start_stream(other), start_stream(client)
+        other.async_stream_infer("m", make_inputs(10))
+        assert int(theirs.get(timeout=10)) < 100
+        client.async_stream_infer("endless", make_inputs(10))
+        assert int(ours.get(timeout=10)) < 100
+        gate.fail("they failed: ask again", ["endless", "slow"])
+        with pytest.raises(InferenceServerException) as caught:
+            waiting.result(10)
+        assert refused(caught) == ("UNAVAILABLE", "they failed: ask again")
+        while isinstance(last := ours.get(timeout=10), str):
+            pass
+        assert (last.status(), last.message()) == ("StatusCode.UNAVAILABLE", "they failed: ask again")
+        assert upstream.gone.wait(10)
+        other.async_stream_infer("m", make_inputs(10))
+        assert int(theirs.get(timeout=10)) < 100
+        client.stop_stream()
+        replies = start_stream(client)  # and the model may be asked again
+        client.async_stream_infer("endless", make_inputs(10))
+        assert int(replies.get(timeout=10)) < 100
+        client.stop_stream(cancel_requests=True)
+
+
+@pytest.mark.parametrize(
+    ("name", "found"), [("tensorrt_llm", "tensorrt_llm"), ("m", "m"), ("", ""), ("m" * 127, "m" * 127), ("m" * 128, "")]
+)
+def test_the_model_is_what_a_request_begins_with(name, found):
+    assert read_model(service_pb2.ModelInferRequest(model_name=name, id="5").SerializeToString()) == found
+    assert read_model(b"") == read_model(b"\x0a") == ""
+
+
 def test_a_client_that_is_killed_is_gone_for_triton_too(gate, upstream):
     code = f"""
         import time
@@ -258,12 +297,17 @@ def test_an_absent_server_is_unavailable_and_one_that_comes_back_is_found():
     held = socket.socket()
     held.bind(("127.0.0.1", 0))
     port = held.getsockname()[1]
-    gate = open_gate(f"127.0.0.1:{port}")
+    state = {"ready": True}
+    gate = open_gate(f"127.0.0.1:{port}", is_ready=lambda: state["ready"])
     try:
         with InferenceServerClient(f"127.0.0.1:{gate.port}") as client:
             with pytest.raises(InferenceServerException) as caught:
                 infer(client)
             assert refused(caught) == ("UNAVAILABLE", "tritonserver does not answer")
+            state["ready"] = False
+            with pytest.raises(InferenceServerException) as caught:
+                infer(client)
+            assert refused(caught) == ("UNAVAILABLE", "the server is not ready: it loads its models")
             held.close()
             server = grpc.server(concurrent.futures.ThreadPoolExecutor(1))
             service_pb2_grpc.add_GRPCInferenceServiceServicer_to_server(Upstream(), server)

@@ -18,7 +18,8 @@ LIMIT = 10_000
 
 
 class Upstream(http.server.BaseHTTPRequestHandler):
-    """Echoes; /stream sends an event each 50 ms until the client has gone."""
+    """Echoes; generate_stream sends an event each 50 ms until the client has gone, and what is asked of the model
+    `silent` is not answered."""
 
     protocol_version = "HTTP/1.1"
     gone = threading.Event()
@@ -28,6 +29,10 @@ class Upstream(http.server.BaseHTTPRequestHandler):
 
     def do_POST(self):
         body = self.rfile.read(int(self.headers["Content-Length"]))
+        if "/silent/" in self.path:
+            self.gone.wait(30)
+            self.close_connection = True
+            return
         if self.path != "/v2/models/m/generate_stream":
             seen = {
                 "X-Seen": self.headers.get("X-Sent", ""),
@@ -37,6 +42,7 @@ class Upstream(http.server.BaseHTTPRequestHandler):
             return
         self.send_response(200)
         self.send_header("Transfer-Encoding", "chunked")
+        self.send_header("Content-Type", "text/event-stream")
         self.end_headers()
         try:
             for _ in range(200):
@@ -79,6 +85,13 @@ def gate():
     server.shutdown()
     server.server_close()
     thread.join()
+
+
+def wait_for(condition):
+    end = time.monotonic() + 10
+    while not condition() and time.monotonic() < end:
+        time.sleep(0.02)
+    assert condition()
 
 
 def send(gate, method, path, body=None, headers=None):
@@ -151,17 +164,41 @@ def test_a_stream_comes_as_it_is_made_and_ends_with_its_client(gate):
     answer.close()
     connection.close()
     assert Upstream.gone.wait(10)
-    end = time.monotonic() + 10
-    while gate.in_flight and time.monotonic() < end:
-        time.sleep(0.02)
-    assert gate.in_flight == 0
+    wait_for(lambda: gate.in_flight == 0)
 
 
-def test_an_absent_server_is_a_bad_gateway():
-    gate = HttpGate("http://127.0.0.1:9", host="127.0.0.1", port=0, max_bytes=LIMIT, is_ready=lambda: True)
+def test_what_a_failed_model_owes_is_ended_and_nothing_else(gate):
+    """A request that has no answer yet, and a stream of events; another model's goes on."""
+    Upstream.gone.clear()
+    connections = {}
+    for model, call in (("silent", "generate"), ("m", "generate_stream")):
+        connections[model] = http.client.HTTPConnection("127.0.0.1", gate.port, timeout=10)
+        connections[model].request("POST", f"/v2/models/{model}/{call}", b"{}")
+    stream = connections["m"].getresponse()
+    assert stream.read(6) == b"data: "
+    wait_for(lambda: gate.in_flight == 2)
+    gate.fail("it failed: ask again", ["silent"])
+    answer = connections["silent"].getresponse()
+    assert (answer.status, json.loads(answer.read())) == (503, {"error": "it failed: ask again"})
+    assert stream.read(6) == b"data: "
+    gate.fail("it failed: ask again", ["m"])
+    assert stream.read().endswith(b'data: {"error": "it failed: ask again"}\n\n')
+    assert Upstream.gone.wait(10)
+    for connection in connections.values():
+        connection.close()
+    assert send(gate, "POST", "/v2/models/m/generate", b"x")[0] == 200
+
+
+@pytest.mark.parametrize(
+    ("ready", "error"),
+    [(True, "tritonserver does not answer"), (False, "the server is not ready: it loads its models")],
+)
+def test_an_absent_server_is_a_bad_gateway(ready, error):
+    gate = HttpGate("http://127.0.0.1:9", host="127.0.0.1", port=0, max_bytes=LIMIT, is_ready=lambda: ready)
     gate.start()
     try:
-        assert send(gate, "GET", "/v2")[0] == 502
+        status, body, _ = send(gate, "GET", "/v2")
+        assert (status, json.loads(body)) == (502, {"error": error})
     finally:
         gate.close()
 

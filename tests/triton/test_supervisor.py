@@ -56,7 +56,7 @@ class Server:
         self.done.append(grace)
 
 
-def close(busy, *, grace, stopping=True):
+def close(busy, *, grace, stops=1):
     """What the server was told, what was said, and the seconds it took."""
     said = []
     supervisor = Supervisor(
@@ -68,8 +68,7 @@ def close(busy, *, grace, stopping=True):
     )
     for gate in supervisor.gates:
         gate.start()
-    if stopping:
-        supervisor.stop()
+    assert [supervisor.stop() for _ in range(stops)] == [False, True][:stops]
     began = time.monotonic()
     try:
         supervisor.close()
@@ -97,8 +96,12 @@ def test_without_grace_an_idle_server_ends_in_silence():
 
 
 def test_a_server_that_serves_no_more_is_not_waited_for():
-    assert close(10**6, grace=30, stopping=False)[:2] == (["drain", 1.0], [])
+    assert close(10**6, grace=30, stops=0)[:2] == (["drain", 1.0], [])
 
 
-def test_asked_twice_it_ends_at_once():
+def test_asked_twice_before_it_ends_it_waits_for_no_request():
+    assert close(10**6, grace=30, stops=2)[:2] == (["drain", 1.0], [])
+
+
+def test_interrupted_it_ends_at_once():
     assert close("interrupted", grace=30)[:2] == (["drain", 0.0], ["interrupted"])
