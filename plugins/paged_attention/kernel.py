@@ -19,7 +19,7 @@ def load_rows(source, rows, stride, wanted, SIZE: tl.constexpr, TILE: tl.constex
     """[len(rows), TILE] of SIZE columns, zeros elsewhere."""
     column = tl.arange(0, TILE)
     mask = wanted[:, None] & (column < SIZE)[None, :]
-    return tl.load(source + rows[:, None] * stride + column[None, :], mask=mask, other=0.0)
+    return tl.load(source + rows[:, None].to(tl.int64) * stride + column[None, :], mask=mask, other=0.0)
 
 
 @triton.jit
@@ -54,7 +54,7 @@ def attend(
     member = tile * ROWS + tl.arange(0, ROWS)
     index = member // group
     wanted = index < count
-    row = tl.load(pad + sequence * queries + index, mask=wanted, other=0).to(tl.int64)
+    row = tl.load(pad + sequence * queries + index, mask=wanted, other=0)
     place = row * HEADS + kv_head * group + member % group
     q = load_rows(query, place, size, wanted, MAIN, MAIN_TILE)
     if EXTRA:
@@ -112,13 +112,14 @@ def attend(
     column = tl.arange(0, VALUE_TILE)
     mask = wanted[:, None] & (column < VALUE)[None, :]
     if SPLIT:
-        place = (split * sequences + sequence).to(tl.int64) * HEADS + kv_head * group + member
-        tl.store(partial + place[:, None] * VALUE + column[None, :], sums, mask=mask)
-        tl.store(stats + place * 2, highest, mask=wanted)
-        tl.store(stats + place * 2 + 1, total, mask=wanted)
+        first = (split * sequences + sequence).to(tl.int64) * HEADS + kv_head * group
+        tl.store(partial + first * VALUE + member[:, None] * VALUE + column[None, :], sums, mask=mask)
+        tl.store(stats + first * 2 + member * 2, highest, mask=wanted)
+        tl.store(stats + first * 2 + member * 2 + 1, total, mask=wanted)
     else:
         whole = sums / tl.where(total == 0.0, 1.0, total)[:, None]
-        tl.store(output + place[:, None] * VALUE + column[None, :], whole.to(output.dtype.element_ty), mask=mask)
+        place = place[:, None].to(tl.int64) * VALUE
+        tl.store(output + place + column[None, :], whole.to(output.dtype.element_ty), mask=mask)
 
 
 @triton.jit
