@@ -14,12 +14,14 @@ STEPS: dict[str, list[tuple[int, int]]] = {
     "decode 32": [(1023, 1)] * 32,
     "decode 256": [(1023, 1)] * 256,
     "prefill": [(0, 1024), (512, 512)],
+    "mixed": [(0, 512), *[(8191, 1)] * 7],
 }
 # Of subjects that are held against the reference only, steps that start every kernel of theirs: single tokens of one
-# sequence are split, those of many are not; experts have few rows, or many.
+# sequence are split, those of many are not, those beside a prompt's chunk are launched apart from it; experts have few
+# rows, or many.
 CHECKED: dict[str, tuple[str, ...]] = {
-    "paged_attention": ("decode 1", "decode 256", "prefill"),
-    "paged_latent_attention": ("decode 1", "decode 256", "prefill"),
+    "paged_attention": ("decode 1", "decode 256", "prefill", "mixed"),
+    "paged_latent_attention": ("decode 1", "decode 256", "prefill", "mixed"),
     "moe_experts": ("decode 32", "prefill"),
 }
 OK, SLOW, FAILED = "ok", "slow", "FAILED"

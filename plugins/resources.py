@@ -20,9 +20,8 @@ TABLE = Path(__file__).with_name("resources.md")
 HEAD = """# Kernels as compiled
 
 `python -m plugins.resources` writes this table, with Triton {triton} and the assemblers that it carries; no GPU needed.
-Of each kernel for each SM: registers of a thread / bytes that it spills / bytes of shared memory of a program. A kernel
-that several subjects have stands with the first of them. What is no model's usual choice is compiled for the least SM
-that it is meant for; float32 models, whose kernels take minutes, are left out.
+Of each kernel for each SM that it is meant for: registers of a thread / bytes that it spills / bytes of shared memory
+of a program. A kernel that several subjects have stands with the first of them.
 
 Made from {digest}.
 
@@ -33,12 +32,11 @@ Place = tuple[str, str, str]  # operation, model, kernel
 
 
 def list_kernels() -> dict[Kernel, tuple[Place, tuple[int, ...]]]:
-    """Each kernel of 16-bit models once: where it stands in the table, and the SMs that it is compiled for there."""
+    """Each kernel once: where it stands in the table, and the SMs that it is meant for."""
     found: dict[Kernel, tuple[Place, tuple[int, ...]]] = {}
     for subject in list_subjects():
-        sms = subject.sms if subject.timed else subject.sms[:1]
-        for kernel in subject.operation.kernels() if subject.operation.attributes()["dtype"] != "float32" else ():
-            found.setdefault(kernel, ((subject.operation.NAME, subject.model, _name(kernel)), sms))
+        for kernel in subject.operation.kernels():
+            found.setdefault(kernel, ((subject.operation.NAME, subject.model, _name(kernel)), subject.sms))
     return found
 
 

@@ -2,9 +2,10 @@
 """Attention that reads the paged cache by its block table, with an online softmax (FlashAttention, arXiv 2205.14135).
 
 One program does a tile of one sequence's queries over one key head: ROWS pairs of (query, query head of that key head),
-so that the heads that share keys share their loads, too. Where that makes few programs, each sequence's keys are split
-over several of them, and `combine` adds up their parts (Flash-Decoding, pytorch.org/blog/flash-decoding). Scores, the
-softmax and sums are fp32; probabilities are rounded to the model's type before they meet the values.
+so that the heads that share keys share their loads, too. Where that makes few programs, the keys of sequences with one
+token in the step are split over several of them, and `combine` adds up their parts (Flash-Decoding,
+pytorch.org/blog/flash-decoding). Scores, the softmax and sums are fp32; probabilities are rounded to the model's type
+before they meet the values.
 """
 
 import triton
@@ -18,7 +19,7 @@ def load_rows(source, rows, stride, wanted, SIZE: tl.constexpr, TILE: tl.constex
     """[len(rows), TILE] of SIZE columns, zeros elsewhere."""
     column = tl.arange(0, TILE)
     mask = wanted[:, None] & (column < SIZE)[None, :]
-    return tl.load(source + rows[:, None] * stride + column[None, :], mask=mask, other=0.0)
+    return tl.load(source + rows[:, None].to(tl.int64) * stride + column[None, :], mask=mask, other=0.0)
 
 
 @triton.jit
@@ -29,13 +30,15 @@ def multiply(a, b, accumulated):
 
 @triton.jit
 def attend(
-    query, k_pool, v_pool, slots, pad, tables, scales, output, partial, stats, rows, queries, width, splits,
+    query, k_pool, v_pool, slots, pad, tables, scales, output, partial, stats,
+    sequences, queries, least, most, width, splits,
     HEADS: tl.constexpr, KV_HEADS: tl.constexpr, MAIN: tl.constexpr, MAIN_TILE: tl.constexpr,
     EXTRA: tl.constexpr, EXTRA_TILE: tl.constexpr, VALUE: tl.constexpr, VALUE_TILE: tl.constexpr,
     LATENT: tl.constexpr, BLOCK: tl.constexpr, WINDOW: tl.constexpr,
     ROWS: tl.constexpr, KEYS: tl.constexpr, SPLIT: tl.constexpr, QUANTIZED: tl.constexpr,
 ):  # fmt: skip
-    """query [T, HEADS, MAIN + EXTRA]. LATENT: the values are the first MAIN columns of the keys. See operation.py."""
+    """query [T, HEADS, MAIN + EXTRA]. LATENT: the values are the first MAIN columns of the keys. Done are the sequences
+    that have `least` to `most` rows; SPLIT: one row. See operation.py."""
     group: tl.constexpr = HEADS // KV_HEADS
     size: tl.constexpr = MAIN + EXTRA
     tile = tl.program_id(0)
@@ -46,12 +49,12 @@ def attend(
     first_slot = tl.load(slots + tl.load(pad + sequence * queries))
     last_slot = tl.load(slots + tl.load(pad + sequence * queries + queries - 1))
     count = last_slot - first_slot + 1
-    if tile * ROWS >= count * group:
+    if (count < least) | (count > most) | (tile * ROWS >= count * group):
         return
     member = tile * ROWS + tl.arange(0, ROWS)
     index = member // group
     wanted = index < count
-    row = tl.load(pad + sequence * queries + index, mask=wanted, other=0).to(tl.int64)
+    row = tl.load(pad + sequence * queries + index, mask=wanted, other=0)
     place = row * HEADS + kv_head * group + member % group
     q = load_rows(query, place, size, wanted, MAIN, MAIN_TILE)
     if EXTRA:
@@ -109,28 +112,33 @@ def attend(
     column = tl.arange(0, VALUE_TILE)
     mask = wanted[:, None] & (column < VALUE)[None, :]
     if SPLIT:
-        place = split.to(tl.int64) * rows * HEADS + place
-        tl.store(partial + place[:, None] * VALUE + column[None, :], sums, mask=mask)
-        tl.store(stats + place * 2, highest, mask=wanted)
-        tl.store(stats + place * 2 + 1, total, mask=wanted)
+        first = (split * sequences + sequence).to(tl.int64) * HEADS + kv_head * group
+        tl.store(partial + first * VALUE + member[:, None] * VALUE + column[None, :], sums, mask=mask)
+        tl.store(stats + first * 2 + member * 2, highest, mask=wanted)
+        tl.store(stats + first * 2 + member * 2 + 1, total, mask=wanted)
     else:
         whole = sums / tl.where(total == 0.0, 1.0, total)[:, None]
-        tl.store(output + place[:, None] * VALUE + column[None, :], whole.to(output.dtype.element_ty), mask=mask)
+        place = place[:, None].to(tl.int64) * VALUE
+        tl.store(output + place + column[None, :], whole.to(output.dtype.element_ty), mask=mask)
 
 
 @triton.jit
 def combine(
-    partial, stats, output, rows, splits,
+    partial, stats, pad, output, sequences, queries, splits,
     HEADS: tl.constexpr, VALUE: tl.constexpr, VALUE_TILE: tl.constexpr,
 ):  # fmt: skip
-    """Adds up the splits of one row and head: each with its own maximum, which the others are scaled to."""
-    place = tl.program_id(0).to(tl.int64) * HEADS + tl.program_id(1)
+    """Adds up the splits of one sequence's row and head: each with its own maximum, which the others are scaled to."""
+    sequence = tl.program_id(0)
+    row = tl.load(pad + sequence * queries).to(tl.int64)
+    if row != tl.load(pad + sequence * queries + queries - 1):
+        return  # it has more than one row
+    place = sequence.to(tl.int64) * HEADS + tl.program_id(1)
     column = tl.arange(0, VALUE_TILE)
     mask = column < VALUE
     highest = tl.full([1], float("-inf"), tl.float32)
     total = tl.zeros([1], tl.float32)
     sums = tl.zeros([VALUE_TILE], tl.float32)
-    step = rows.to(tl.int64) * HEADS
+    step = sequences.to(tl.int64) * HEADS
     for split in range(splits):
         at = place + split * step
         one = tl.load(stats + at * 2 + tl.arange(0, 1))
@@ -142,4 +150,5 @@ def combine(
         total = total * fade + part * weight
         highest = higher
     whole = sums / tl.where(total == 0.0, 1.0, total)
+    place = row * HEADS + tl.program_id(1)
     tl.store(output + place * VALUE + column, whole.to(output.dtype.element_ty), mask=mask)

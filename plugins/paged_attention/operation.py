@@ -7,6 +7,10 @@ and with a `window` other than 0 to the last `window` of them only. Queries come
 in a sequence's blocks is finite (a masked NaN would still be one). Pools and inputs are dense. Nothing is padded: a
 short chunk beside a long one costs programs that end at once.
 
+The keys of a sequence with one row are split over programs where sequences are few and block tables wide, whatever the
+others of the step have. A chunk of several rows never is: its tiles are programs enough, and partial sums would take
+workspace by its rows. So the workspace is of one size for all steps.
+
 Pools of type "int8" and "fp8" hold value / scale, as rope_paged_kv writes them. FP8 needs SM89.
 """
 
@@ -26,6 +30,7 @@ STEP_INPUTS = (("slot_ids", 1), ("pad_index", 2), ("block_tables", 2))
 class _Paged(Operation):
     """What both have in common. POOLS: the pools' names among the kernel's parameters."""
 
+    VERSION: ClassVar[str] = "2"  # 1: kernels without `least` and `most`, parts by row
     LOWERING: ClassVar[str] = "paged_attention"
     POOLS: ClassVar[tuple[str, ...]]
 

@@ -65,11 +65,8 @@ class Sizes:
         group = power_of_two(self.heads // self.kv_heads)
         return min(most, max(SMALLEST, group if queries == 1 else most))
 
-    def splits(self, queries: int, sequences: int, width: int) -> int:
-        """Over how many programs a sequence's keys are split; only for single tokens, where there is nothing else to
-        divide."""
-        if queries > 1:
-            return 1
+    def splits(self, sequences: int, width: int) -> int:
+        """Over how many programs the keys of a single token are split, in a step of so many sequences."""
         programs = divide_up(self.heads // self.kv_heads, self.rows(1)) * self.kv_heads * sequences
         keys = min(width * self.block_size, self.window or width * self.block_size)
         return max(1, min(PROGRAMS // programs, divide_up(keys, FEWEST_KEYS), MOST_SPLITS))
@@ -97,7 +94,7 @@ class Sizes:
             "output": model,
             "partial": "*fp32",
             "stats": "*fp32",
-            **dict.fromkeys(("rows", "queries", "width", "splits"), "i32"),
+            **dict.fromkeys(("sequences", "queries", "least", "most", "width", "splits"), "i32"),
         }
         constants: dict[str, Any] = {
             "HEADS": self.heads,
@@ -131,8 +128,8 @@ class Sizes:
             module=MODULE,
             function="combine",
             parameters=(
-                *(("partial", "*fp32"), ("stats", "*fp32"), ("output", POINTERS[self.dtype])),
-                *(("rows", "i32"), ("splits", "i32")),
+                *(("partial", "*fp32"), ("stats", "*fp32"), ("pad", "*i32"), ("output", POINTERS[self.dtype])),
+                *(("sequences", "i32"), ("queries", "i32"), ("splits", "i32")),
             ),
             constants=(
                 *(("HEADS", self.heads), ("VALUE", self.value_size)),
@@ -145,9 +142,10 @@ class Sizes:
         variants = (self.variant(1, False), self.variant(1, True), self.variant(2, False), self.combine())
         return tuple(dict.fromkeys(variants))
 
-    def part_bytes(self, rows: int, splits: int) -> tuple[int, int]:
-        """Of the splits' sums, and of their maxima and totals."""
-        parts = rows * self.heads * splits
+    def part_bytes(self, sequences: int, splits: int) -> tuple[int, int]:
+        """Of the splits' sums, and of their maxima and totals: of one row of each sequence, though only those with no
+        other have any."""
+        parts = sequences * self.heads * splits
         return divide_up(4 * parts * self.value_size, SCRATCH_ALIGNMENT) * SCRATCH_ALIGNMENT, 8 * parts
 
     def scratch_bytes(self) -> int:
@@ -156,23 +154,33 @@ class Sizes:
         return sum(self.part_bytes(1, 1)) * divide_up(PROGRAMS * self.rows(1), self.heads)
 
     def launches(self, rows: int, pad: Shape, tables: Shape, inputs: Mapping[str, Argument]) -> tuple[Launch, ...]:
+        """Whatever lies beside single tokens, they have launches of their own where their keys are split. Which of the
+        sequences they are only the kernels see: programs of the others end at once."""
         (sequences, queries), width = pad, tables[1]
         if not rows * sequences * queries:
             return ()
-        splits = self.splits(queries, sequences, width)
-        kernel = self.variant(queries, splits > 1)
-        tiles = divide_up(queries * self.heads // self.kv_heads, self.rows(queries))
-        parts: dict[str, Argument] = {"partial": Scratch(0), "stats": Scratch(self.part_bytes(rows, splits)[0])}
-        given: dict[str, Argument] = {
-            **inputs,
-            **(parts if splits > 1 else {"output": Result(0)}),
-            "rows": rows,
-            "queries": queries,
-            "width": width,
-            "splits": splits,
-        }
-        launched = bind(kernel, (tiles, self.kv_heads, sequences * splits), given)
-        if splits == 1:
-            return launched
-        last: dict[str, Argument] = {**parts, "output": Result(0), "rows": rows, "splits": splits}
-        return launched + bind(self.combine(), (rows, self.heads, 1), last)
+        splits = self.splits(sequences, width)
+        apart = splits > 1 and count_singles(rows, sequences, queries) > 0
+        counts: dict[str, Argument] = {"sequences": sequences, "queries": queries}
+        step: dict[str, Argument] = {**inputs, **counts, "width": width}
+
+        def attend(queries: int, splits: int, least: int, target: Mapping[str, Argument]) -> tuple[Launch, ...]:
+            tiles = divide_up(queries * self.heads // self.kv_heads, self.rows(queries))
+            given = {**step, **target, "least": least, "most": queries, "splits": splits}
+            return bind(self.variant(queries, splits > 1), (tiles, self.kv_heads, sequences * splits), given)
+
+        output: dict[str, Argument] = {"output": Result(0)}
+        if not apart:
+            return attend(queries, 1, 1, output)
+        parts: dict[str, Argument] = {"partial": Scratch(0), "stats": Scratch(self.part_bytes(sequences, splits)[0])}
+        last = {**parts, **output, **counts, "pad": inputs["pad"], "splits": splits}
+        return (
+            *(attend(queries, 1, 2, output) if queries > 1 else ()),
+            *attend(1, splits, 1, parts),
+            *bind(self.combine(), (sequences, self.heads, 1), last),
+        )
+
+
+def count_singles(rows: int, sequences: int, queries: int) -> int:
+    """How many of the sequences may have a single row: all of the others have at most `queries`."""
+    return sequences if queries == 1 else (sequences * queries - rows) // (queries - 1)

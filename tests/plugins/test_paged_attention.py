@@ -10,9 +10,9 @@ import torch.nn.functional as F
 from hypothesis import given
 from hypothesis import strategies as st
 
-from plugins.operation import Operation
+from plugins.operation import Argument, Operation
 from plugins.paged_attention.operation import PagedAttention, PagedLatentAttention
-from plugins.paged_attention.sizes import PROGRAMS, QUANTIZED
+from plugins.paged_attention.sizes import PROGRAMS, QUANTIZED, count_singles
 from plugins.simulator import Simulator
 from tests.plugins.steps import EXAMPLES, LAYOUTS, Step, lay_out, make_step, spans
 
@@ -127,28 +127,96 @@ def test_latent_heads_attend_to_their_pages(
     check(simulator, op, make_step(where, block_size), types[2], layout)
 
 
+OPERATIONS = pytest.mark.parametrize("op", [GROUPED, LATENT], ids=["grouped", "latent"])
+
+
+def plan(op: PagedAttention | PagedLatentAttention, step: Step) -> list[tuple[str, tuple[int, int, int]]]:
+    """Function and grid of each launch."""
+    launches = op.launches([tuple(tensor.shape) for tensor in make_inputs(op, step)])
+    return [(launch.kernel.function, launch.grid) for launch in launches]
+
+
+def list_counts(op: PagedAttention | PagedLatentAttention, step: Step) -> list[tuple[Argument, Argument]]:
+    """`least` and `most` of each launch that has them."""
+    launches = op.launches([tuple(tensor.shape) for tensor in make_inputs(op, step)])
+    named = [dict(zip(dict(one.kernel.parameters), one.arguments, strict=True)) for one in launches]
+    return [(given["least"], given["most"]) for given in named if "least" in given]
+
+
 @pytest.mark.parametrize("window", [0, 300])
-@pytest.mark.parametrize("op", [GROUPED, LATENT], ids=["grouped", "latent"])
+@OPERATIONS
 def test_long_contexts_are_split(simulator: Simulator, op: PagedAttention | PagedLatentAttention, window: int) -> None:
     op = replace(op, window=window)
     step = make_step(SPLIT, op.block_size)
-    launches = op.launches([tuple(tensor.shape) for tensor in make_inputs(op, step)])
-    assert [launch.kernel.function for launch in launches] == ["attend", "combine"]
-    assert launches[0].grid[2] == len(SPLIT) * (2 if window else 3)
+    (_, grid), combined = plan(op, step)
+    assert grid[2] == len(SPLIT) * (2 if window else 3)
+    assert combined == ("combine", (len(SPLIT), op.heads, 1))
     check(simulator, op, step, 2e-6)
 
 
-@pytest.mark.parametrize("op", [GROUPED, LATENT], ids=["grouped", "latent"])
+# A prompt's chunk beside single tokens of long contexts; chunks of two rows, over a long context and over none.
+MIXED = [(700, 1), (30, 9), (520, 2), (0, 2), (300, 1), (0, 1)]
+
+
+@pytest.mark.parametrize(
+    ("types", "window"),
+    [(TYPES[0], 300), (TYPES[1], 0), (TYPES[3], 0), (TYPES[5], 300)],
+    ids=lambda of: "-".join(of[:2]) if isinstance(of, tuple) else str(of),
+)
+@OPERATIONS
+def test_single_tokens_beside_chunks_are_split(
+    simulator: Simulator, op: PagedAttention | PagedLatentAttention, types: tuple[str, str, float], window: int
+) -> None:
+    op = replace(op, window=window, dtype=types[0], pool_dtype=types[1])
+    step = make_step(MIXED, op.block_size)
+    assert list_counts(op, step) == [(2, 9), (1, 1)]  # nothing is done twice
+    chunks, singles, combined = plan(op, step)
+    assert chunks[1][2] == len(MIXED)
+    assert singles[1][2] == len(MIXED) * (2 if window else 3)
+    assert combined == ("combine", (len(MIXED), op.heads, 1))
+    check(simulator, op, step, types[2])
+
+
+@pytest.mark.parametrize("op", WIDE, ids=["grouped", "latent"])
+def test_models_heads_are_split_beside_chunks(simulator: Simulator, op: PagedAttention | PagedLatentAttention) -> None:
+    step = make_step([(600, 1), (64, 5)], op.block_size)
+    assert len(plan(op, step)) == 3
+    check(simulator, op, step, 2e-6)
+
+
+@EXAMPLES
+@given(where=spans(longest=700), op=st.sampled_from([GROUPED, LATENT]), heads=st.sampled_from([2, 20]))
+def test_any_mixture_of_long_contexts(
+    simulator: Simulator, where: list[tuple[int, int]], op: PagedAttention | PagedLatentAttention, heads: int
+) -> None:
+    check(simulator, replace(op, heads=heads), make_step(where, op.block_size), 2e-6)
+
+
+@OPERATIONS
+def test_what_has_no_long_single_token_is_one_launch(op: PagedAttention | PagedLatentAttention) -> None:
+    """Prompts alone, of lengths that leave no room for a single token among them; short contexts; many sequences."""
+    for where in ([(700, 9)], [(700, 9), (0, 7)], [(20, 1), (0, 9)], [(300, 1)] * PROGRAMS + [(0, 9)]):
+        assert [function for function, _ in plan(op, make_step(where, op.block_size))] == ["attend"]
+
+
+@given(counts=st.lists(st.integers(1, 5), min_size=1, max_size=6))
+def test_single_tokens_are_never_overlooked(counts: list[int]) -> None:
+    singles = counts.count(1)
+    assert singles <= count_singles(sum(counts), len(counts), max(counts)) <= len(counts)
+
+
+@OPERATIONS
 def test_splits_stay_within_the_workspace(op: PagedAttention | PagedLatentAttention) -> None:
+    """Whatever the sequences' rows: beside chunks, too, there is room for one row of each sequence."""
     for heads in (1, 16, 128):
         sizes = replace(op, heads=heads * 2).sizes()
         for sequences in range(1, PROGRAMS + 2):
             for width in (1, 40, 4000):
-                splits = sizes.splits(1, sequences, width)
+                splits = sizes.splits(sequences, width)
                 assert splits == 1 or sum(sizes.part_bytes(sequences, splits)) <= sizes.scratch_bytes()
 
 
-@pytest.mark.parametrize("op", [GROUPED, LATENT], ids=["grouped", "latent"])
+@OPERATIONS
 def test_an_empty_step_starts_nothing(op: Operation) -> None:
     assert op.launches([(0,) * dims for _, dims in op.INPUTS]) == ()
 
