@@ -110,6 +110,9 @@ class Calibration:
         state = hf_layer_state(self.source, self.source.architecture, layer)
         module = build_hf_layer(self.source.config, layer, state, torch.float32)
         del state
+        for name in self.source.tensors:  # the module has copies
+            if name.startswith(f"transformer.layers.{layer}."):
+                self.source.release(name)
         rotary = build_hf_rotary(self.source.config)
         mask = causal_mask(self.length, torch.float32)
         positions = torch.arange(self.length)[None]

@@ -30,6 +30,7 @@ ROWS = 256
 # already half a gigabyte.
 EXPERT_ROWS, FEWEST_EXPERT_ROWS = 16384, 64
 EXPERTS = "mlp.experts"
+NONE = torch.iinfo(torch.int64).max  # the priority of a place that no row has taken
 
 
 @dataclass(frozen=True, slots=True)
@@ -65,8 +66,10 @@ class Sampler:
         self.tokens = 0
         self._sums: Tensor | None = None
         self._peaks: Tensor | None = None
-        self._rows: list[Tensor] = []
-        self._kept = torch.empty(0, dtype=torch.int64)
+        # The rows kept and, of each, its priority; made once, since memory made anew for each batch scatters over the
+        # heap and is not given back.
+        self._rows: Tensor | None = None
+        self._kept = torch.full((min(limit, priorities.numel()),), NONE, dtype=torch.int64)
 
     def add(self, x: Tensor, positions: Tensor) -> None:
         """`x` [n, I] at token positions [n] (0 ≤ position < T)."""
@@ -75,22 +78,25 @@ class Sampler:
         sums, peaks = magnitudes.sum(0, dtype=torch.float64), magnitudes.amax(0).float()
         self._sums = sums if self._sums is None else self._sums + sums
         self._peaks = peaks if self._peaks is None else torch.maximum(self._peaks, peaks)
-        priorities = self.priorities[positions]
-        if self._kept.numel() >= self.limit:
-            better = priorities < self._kept[-1]
-            x, priorities = x[better], priorities[better]
-        rows = torch.cat([*self._rows, x.float()])
-        self._kept, order = torch.cat([self._kept, priorities]).sort()
-        self._kept, order = self._kept[: self.limit], order[: self.limit]
-        self._rows = [rows[order]]
+        self._keep(x, self.priorities[positions])
+
+    def _keep(self, x: Tensor, priorities: Tensor) -> None:
+        """Writes the rows of `x` that are among the first over the last of those that are there."""
+        if self._rows is None:
+            self._rows = torch.empty(self._kept.numel(), x.shape[1])
+        better = priorities <= torch.cat([self._kept, priorities]).kthvalue(self._kept.numel()).values
+        places = self._kept.argsort(descending=True)[: int(better.sum())]
+        self._rows[places] = x[better].float()
+        self._kept[places] = priorities[better]
 
     def finish(self) -> Inputs:
         """Mean and maximum are rounded to bfloat16's 8 bits: enough for a scale, and the same on every number of
         threads."""
-        if self._sums is None or self._peaks is None:
+        if self._sums is None or self._peaks is None or self._rows is None:
             return Inputs(torch.empty(0), torch.empty(0), torch.empty(0, 0), 0)
         mean, peaks = (self._sums / self.tokens).bfloat16().float(), self._peaks.bfloat16().float()
-        return Inputs(mean, peaks, self._rows[0], self.tokens)
+        rows, self._rows = self._rows[self._kept.argsort()[: self.tokens]], None
+        return Inputs(mean, peaks, rows, self.tokens)
 
 
 def draw_priorities(tokens: int, seed: int) -> Tensor:

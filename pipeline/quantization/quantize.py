@@ -25,6 +25,7 @@ from pipeline.quantization import calibration
 from pipeline.quantization.calibration import Calibration, sample_pieces
 from pipeline.quantization.coverage import summarize, warn
 from pipeline.quantization.documents import name_file
+from pipeline.quantization.heap import trim_heap
 from pipeline.quantization.kv_cache import cache_step
 from pipeline.quantization.layer import LayerPlan, group_linears, plan_layer
 from pipeline.quantization.linear_inputs import UNROUTED
@@ -123,6 +124,7 @@ class _Run:
         if watched or keeps_cache:
             moments = {group.seen_at for method, group in groups if METHODS[method].moments}
             captured = self.calibration.capture(layer, watched, moments)
+            trim_heap()  # of the layer's module
             self.progress.start(f"choosing scales of layer {layer}", len(groups), "groups")
         plan = self._plan(layer, groups, captured, self.progress if watched else SILENT)
         if captured is not None and keeps_cache:
@@ -131,6 +133,8 @@ class _Run:
         self._write(f"layer-{layer}", layer, names, plan)
         if captured is not None:
             self.calibration.forget(layer)
+            del plan, captured
+            trim_heap()
 
     @cached_property
     def measures(self) -> bool:

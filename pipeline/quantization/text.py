@@ -12,13 +12,14 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-from pipeline.checkpoint.text import encode_file, load_tokenizer
+from pipeline.checkpoint.text import encode_file, load_tokenizer, token_array
 from pipeline.errors import CheckpointError, QuantizationError
 from pipeline.quantization.chat import ChatTemplate
 from pipeline.quantization.documents import SETTING, CalibrationFile, Documents, name_file
 
 if TYPE_CHECKING:
-    from collections.abc import Iterable, Sequence
+    from array import array
+    from collections.abc import Sequence
 
     from tokenizers import Tokenizer
     from torch import Tensor
@@ -66,8 +67,8 @@ def sample_tokens(
             f"({found})",
             hint="add files to stages.quantize.calibration.files, or lower samples or length",
         )
-    first = [] if bos is None else [bos]
-    tokens = torch.tensor([first + piece for piece in pieces], dtype=torch.int64)
+    first = token_array(() if bos is None else (bos,))
+    tokens = torch.stack([torch.frombuffer(first + piece, dtype=torch.int32) for piece in pieces]).long()
     if int(tokens.max()) >= vocab_size:
         raise QuantizationError(
             f"{tokenizer_file} gives token {int(tokens.max())}, the model's vocabulary ends at {vocab_size - 1}",
@@ -84,7 +85,7 @@ def _open(file: CalibrationFile | Path) -> CalibrationFile:
     return opened
 
 
-def _draw(pieces: list[list[int]], count: int, chance: random.Random) -> list[list[int]]:
+def _draw(pieces: list[array[int]], count: int, chance: random.Random) -> list[array[int]]:
     """`count` of the pieces in their order, all where there are fewer."""
     if len(pieces) <= count:
         return pieces
@@ -124,11 +125,11 @@ class _Source:
     def describe(self) -> str:
         return f"{self.file.path}: {self.tokens:,} tokens"
 
-    def draw(self, count: int, chance: random.Random) -> list[list[int]]:
+    def draw(self, count: int, chance: random.Random) -> list[array[int]]:
         """At most `count` pieces."""
         return _draw(self.cut(), count, chance) if self.is_small else self._enter(count, chance)
 
-    def cut(self) -> list[list[int]]:
+    def cut(self) -> list[array[int]]:
         """The whole file in pieces; what is left at its end is too short for one."""
         documents = Documents(self.file, self.template)
         if documents.format == "text":
@@ -138,15 +139,15 @@ class _Source:
         self.tokens = len(ids)
         return [ids[start : start + self.wanted] for start in range(0, len(ids) - self.wanted + 1, self.wanted)]
 
-    def _enter(self, count: int, chance: random.Random) -> list[list[int]]:
+    def _enter(self, count: int, chance: random.Random) -> list[array[int]]:
         """A piece from a random place in each of `count` equal parts of the file, none reaching into the next."""
         documents = Documents(self.file, self.template)
         tokenizer = load_tokenizer(self.tokenizer_file)
         part = documents.nbytes / max(count, 1)
-        pieces: list[list[int]] = []
+        pieces: list[array[int]] = []
         behind = 0
         for i in range(count):
-            ids: list[int] = []
+            ids = token_array()
             for end, text in documents.read(max(behind, int((i + chance.random()) * part))):
                 behind = end
                 ids += self._encode(tokenizer, [text])
@@ -157,10 +158,10 @@ class _Source:
                 pieces.append(ids[: self.wanted])
         return pieces
 
-    def _encode(self, tokenizer: Tokenizer, texts: Sequence[str]) -> list[int]:
-        parts: Iterable[list[int]] = (
-            encoding.ids
-            for start in range(0, len(texts), BATCH)
-            for encoding in tokenizer.encode_batch(list(texts[start : start + BATCH]), add_special_tokens=False)
-        )
-        return [token for ids in parts for token in (ids[1:] if ids[:1] == [self.bos] else ids)]
+    def _encode(self, tokenizer: Tokenizer, texts: Sequence[str]) -> array[int]:
+        found = token_array()
+        for start in range(0, len(texts), BATCH):
+            for encoding in tokenizer.encode_batch(list(texts[start : start + BATCH]), add_special_tokens=False):
+                ids: list[int] = encoding.ids
+                found.extend(ids[1:] if ids[:1] == [self.bos] else ids)
+        return found

@@ -13,7 +13,7 @@ def test_files_encode_as_transformers_does(llama_path: Path, tmp_path: Path) -> 
     text = "naïve — 数学\n" * (CHUNK_CHARACTERS // 8)  # more than one chunk
     (tmp_path / "text.txt").write_text(text, encoding="utf-8")
     expected = AutoTokenizer.from_pretrained(llama_path).encode(text, add_special_tokens=False)
-    assert encode_file(llama_path / "tokenizer.json", tmp_path / "text.txt", setting="x") == expected
+    assert encode_file(llama_path / "tokenizer.json", tmp_path / "text.txt", setting="x").tolist() == expected
     assert encode_text(llama_path / "tokenizer.json", text) == expected
 
 
@@ -22,21 +22,33 @@ import sys
 from pathlib import Path
 from benchmarks.peak import read_peak
 from pipeline.checkpoint.text import encode_file
-print(len(encode_file(Path(sys.argv[1]), Path(sys.argv[2]), setting="x")), read_peak())
+tokenizer, text, times = Path(sys.argv[1]), Path(sys.argv[2]), int(sys.argv[3])
+print(sum(len(encode_file(tokenizer, text, setting="x")) for _ in range(times)), read_peak())
 """
 
 
+def peak(text: Path, times: int = 1) -> tuple[int, int]:
+    """Tokens of `text`, tokenized `times` times, and the peak of a process that does nothing else."""
+    command = [sys.executable, "-c", PEAK, "checkpoints/deepseek-v2-tiny/tokenizer.json", str(text), str(times)]
+    tokens, resident = map(int, subprocess.run(command, capture_output=True, check=True).stdout.split())
+    return tokens, resident
+
+
 def test_memory_is_of_the_tokens(tmp_path: Path) -> None:
-    """Four times the text costs what its tokens take, about 40 bytes each, and not the library's record of each."""
-    measured = []
-    for times in (1, 4):
-        text = tmp_path / f"{times}.txt"
-        text.write_text(Path("checkpoints/text/calibration.txt").read_text(encoding="utf-8") * times, encoding="utf-8")
-        command = [sys.executable, "-c", PEAK, "checkpoints/deepseek-v2-tiny/tokenizer.json", str(text)]
-        measured.append(list(map(int, subprocess.run(command, capture_output=True, check=True).stdout.split())))
-    (few, small), (many, large) = measured
-    assert many > 3 * few
-    assert large - small < 80 * (many - few)
+    """Sixteen times the text costs what its tokens take, and neither a Python number nor the library's record of
+    each."""
+    text = Path("checkpoints/text/calibration.txt")
+    (tmp_path / "long.txt").write_text(text.read_text(encoding="utf-8") * 16, encoding="utf-8")
+    (few, small), (many, large) = peak(text), peak(tmp_path / "long.txt")
+    assert many > 15 * few
+    assert large - small < 8 * (many - few)
+
+
+def test_words_are_not_kept_for_a_tokenizer_that_is_gone() -> None:
+    """The library would keep 4 MB each time."""
+    text = Path("checkpoints/text/calibration.txt")
+    (_, once), (_, often) = peak(text), peak(text, 6)
+    assert often - once < 10_000_000
 
 
 def test_a_damaged_tokenizer_is_named(tmp_path: Path) -> None:
