@@ -2,11 +2,13 @@
 
 A step that decodes a few rows is a hundred kernels and more of some microseconds each: Python between them takes as
 long as many of them, and the other threads go to sleep and have to be woken. So for inputs of a form that came before,
-the calls are laid out once, on memory that stays, and made at once by one team of threads.
+the calls are laid out once, on memory that stays, and made at once by one team of threads. That memory is of all tapes
+of a plan, of which one runs at a time and leaves nothing in it.
 """
 
 from __future__ import annotations
 
+import math
 from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass
 from itertools import groupby
@@ -21,30 +23,38 @@ from pipeline.interpreter.native.kernel import NativeKernel
 from pipeline.interpreter.plan import Runnable, Step, Values, execute
 
 MOST_COPIED = 1 << 18  # bytes of an input; a larger one is read where it lies
-MOST_HELD = 1 << 24  # bytes that one layout computes in
-MOST_LAYOUTS = 4  # kept, of the forms that came last
+ARENA = 1 << 24  # bytes that layouts compute in; those that are never written to are no memory
+ALIGNED = 64  # bytes
+MOST_LAYOUTS = 64  # of a tape, of the forms that came last; a server's batches change at every step
 MOST_KNOWN = 1 << 10  # forms of which none can be made, that are remembered
 
 
 class Memory:
-    """What a layout computes in: a tensor's place is used again once nobody reads it any more."""
+    """What a layout computes in: a tensor's place is used again once nobody reads it any more. nbytes: of the arena;
+    more than it has where not all found a place there."""
 
-    def __init__(self) -> None:
+    def __init__(self, arena: Tensor) -> None:
         self.nbytes = 0
-        self._held: list[Tensor] = []
+        self._arena = arena
         self._free: dict[tuple[Any, ...], list[Tensor]] = {}
         self._taken: list[Tensor] = []
 
+    @property
+    def is_enough(self) -> bool:
+        return self.nbytes <= len(self._arena)
+
     def empty(self, shape: Sequence[int], dtype: torch.dtype) -> Tensor:
         free = self._free.get((tuple(shape), dtype))
-        if free:
-            tensor = free.pop()
-        else:
-            tensor = torch.empty(shape, dtype=dtype)
-            self._held.append(tensor)
-            self.nbytes += tensor.nbytes
+        tensor = free.pop() if free else self._place(shape, dtype)
         self._taken.append(tensor)
         return tensor
+
+    def _place(self, shape: Sequence[int], dtype: torch.dtype) -> Tensor:
+        first, count = self.nbytes, math.prod(shape) * dtype.itemsize
+        self.nbytes += -(-count // ALIGNED) * ALIGNED
+        if not self.is_enough:
+            return torch.empty(shape, dtype=dtype)
+        return self._arena[first : first + count].view(dtype).view(tuple(shape))
 
     def taken(self) -> list[Tensor]:
         """Since it was last asked for."""
@@ -58,14 +68,13 @@ class Memory:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Layout:
-    """Calls on memory of their own. copies: for each tensor of the inputs its place, or None where it is read where it
+    """Calls on the arena. copies: for each tensor of the inputs its place, or None where it is read where it
     lies. results: the slots that others read, with the tensor there, or the slot of the input that it is."""
 
     calls: Calls
     refusals: tuple[str, ...]
     copies: tuple[Tensor | None, ...]
     results: tuple[tuple[int, Tensor | int], ...]
-    memory: Memory
 
 
 Form = tuple[Any, ...]  # all of the inputs that a layout depends on
@@ -74,11 +83,11 @@ Form = tuple[Any, ...]  # all of the inputs that a layout depends on
 class Tape:
     """Steps with a NativeKernel each. One run at a time.
 
-    template: the plan's constants, by slot. wanted: slots that other steps read later.
+    template: the plan's constants, by slot. wanted: slots that other steps read later. arena: bytes to compute in.
     """
 
-    def __init__(self, steps: Sequence[Step], template: Sequence[Any], wanted: set[int]) -> None:
-        self._alone = tuple(steps)
+    def __init__(self, steps: Sequence[Step], template: Sequence[Any], wanted: set[int], arena: Tensor) -> None:
+        self._alone, self._arena = tuple(steps), arena
         self._steps = tuple((step, step.kernel) for step in steps if isinstance(step.kernel, NativeKernel))
         self.layers = tuple(layer for step in steps for layer in step.layers)
         self.done = tuple(slot for step in steps for slot in step.done)
@@ -137,7 +146,7 @@ class Tape:
 
     def _lay_out(self, values: Values) -> Layout | None:
         """None where a kernel does not take such inputs, or what they compute would hold too much memory."""
-        known, copies = dict(enumerate(values)), list[Tensor | None]()
+        known, copies, memory = dict(enumerate(values)), list[Tensor | None](), Memory(self._arena)
         lying: dict[int, int] = {}  # slots of tensors that are used where they lie, by identity
         for slot in self._inputs:
             places = []
@@ -146,13 +155,14 @@ class Tape:
                     lying[id(tensor)] = slot
                     copies.append(None)
                 else:
-                    copies.append(tensor.contiguous().clone())
+                    copies.append(memory.empty(tensor.shape, tensor.dtype))
                 places.append(tensor if copies[-1] is None else copies[-1])
             known[slot] = tuple(places) if isinstance(values[slot], tuple) else places[0]
-        calls, memory, taken = [], Memory(), list[list[Tensor]]()
+        memory.taken()  # copies stay
+        calls, taken = [], list[list[Tensor]]()
         for index, (step, kernel) in enumerate(self._steps):
             call = kernel.plan(memory.empty, *[known[slot] for slot in step.reads])
-            if call is None or memory.nbytes > MOST_HELD:
+            if call is None or not memory.is_enough:
                 return None
             outputs = call.outputs if len(step.writes) > 1 else (call.outputs,)
             known.update(zip(step.writes, outputs, strict=True))
@@ -160,12 +170,14 @@ class Tape:
             taken.append(memory.taken())
             for other in self._lasts.get(index, ()):
                 memory.release(taken[other])
+        laid_out = kernel.library.lay_out(calls, memory.empty)
+        if not memory.is_enough:
+            return None
         return Layout(
-            calls=kernel.library.lay_out(calls),
+            calls=laid_out,
             refusals=tuple(call.refusal for call in calls),
             copies=tuple(copies),
             results=tuple((slot, lying.get(id(known[slot]), known[slot])) for slot in self._wanted),
-            memory=memory,
         )
 
 
@@ -177,9 +189,10 @@ def join_native(steps: Sequence[Step], template: Sequence[Any], wanted: set[int]
     """The same steps, those with a NativeKernel that follow one another as a Tape. wanted: slots of the plan's
     outputs."""
     last = {slot: index for index, step in enumerate(steps) for slot in step.reads}
+    arena = torch.empty(ARENA, dtype=torch.uint8)
     index = 0
     for native, group in groupby(steps, lambda step: isinstance(step.kernel, NativeKernel)):
         run = list(group)
         index += len(run)
         later = wanted | {slot for slot, reader in last.items() if reader >= index}
-        yield from [Tape(run, template, later)] if native and len(run) > 1 else run
+        yield from [Tape(run, template, later, arena)] if native and len(run) > 1 else run

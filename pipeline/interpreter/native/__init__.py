@@ -64,18 +64,21 @@ class Library:
         self._run.argtypes = (ctypes.c_void_p, ctypes.c_long, ctypes.c_int)
         self._run.restype = ctypes.c_long
 
-    def lay_out(self, calls: Sequence[Call]) -> Calls:
-        return Calls(self._run, calls)
+    def lay_out(self, calls: Sequence[Call], empty: Callable[..., torch.Tensor] = torch.empty) -> Calls:
+        """`empty` makes the scratch memory."""
+        return Calls(self._run, calls, empty)
 
 
 class Calls:
     """Calls that are made one after the other by the same threads, as often as one likes. Holds the scratch memory, not
     inputs and outputs."""
 
-    def __init__(self, run: Callable[[int, int, int], int], calls: Sequence[Call]) -> None:
+    def __init__(
+        self, run: Callable[[int, int, int], int], calls: Sequence[Call], empty: Callable[..., torch.Tensor]
+    ) -> None:
         self._run, self._count = run, len(calls)
         self._threads = max(call.threads for call in calls)
-        self._scratch = torch.empty(max(call.scratch for call in calls), dtype=torch.uint8)
+        self._scratch = empty((max(call.scratch for call in calls),), dtype=torch.uint8)
         words = array("q")
         for call in calls:
             words.extend((KERNELS.index(call.kernel), call.threads > 1, self._scratch.data_ptr()))
