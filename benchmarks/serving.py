@@ -19,6 +19,7 @@ out, greedy, and no end id, so that the work is the same on both sides of a rati
 from __future__ import annotations
 
 import argparse
+import itertools
 import random
 import statistics
 import sys
@@ -134,40 +135,50 @@ def measure_prefix(bench: Bench) -> bool:
 
 
 def measure_priority(bench: Bench) -> bool:
-    """Arrivals are a Poisson process, whose rate grows until the plain queue's P99 is three times what it is when
-    requests hardly meet. At that rate the plain queue and classes (one in five is P0, the others P2) take turns on the
-    same arrivals; a P99 is that of all turns together, since one turn has some twenty P0 requests only."""
+    """Arrivals are a Poisson process. The plain queue and classes (one in five is P0, the others P2) take turns on the
+    same arrivals, at a rate that grows until the queue's P99 is three times what it is when requests hardly meet. A P99
+    is that of all turns together: one turn has some twenty P0 requests only."""
     seconds, clients = 50 * bench.scale, 128
 
-    def load(rate: float, classes: Callable[[int], str], seed: int = 7) -> dict[str, list[float]]:
-        times = arrivals(random.Random(seed), rate, seconds)
+    def load(rate: float, seed: int, classes: Callable[[int], str]) -> dict[str, list[float]]:
         jobs = [
-            Job(make_query(bench.prompt(48), 24, priority_class=classes(place)), due) for place, due in enumerate(times)
+            Job(make_query(bench.prompt(48), 24, priority_class=classes(place)), due)
+            for place, due in enumerate(arrivals(random.Random(seed), rate, seconds))
         ]
         found: dict[str, list[float]] = {}
         for one in run_jobs(bench.url, jobs, min(clients, len(jobs)))[0]:
             found.setdefault(str(one.job.query.parameters["priority_class"]), []).append(one.time_to_first)
         return found
 
+    def take_turns(rate: float, *sides: Callable[[int], str]) -> dict[str, list[float]]:
+        times: dict[str, list[float]] = {}
+        for turn, classes in itertools.product(range(bench.rounds), sides):
+            for name, found in load(rate, turn, classes).items():
+                times.setdefault(name, []).extend(found)
+        return times
+
+    def plain(_: int) -> str:
+        return "P1"
+
+    def mixed(place: int) -> str:
+        return "P2" if place % 5 else "P0"
+
     seen, spent = run_jobs(bench.url, [Job(make_query(bench.prompt(48), 24)) for _ in range(4 * STREAMS)], STREAMS)
     capacity = len(seen) / spent
-    alone = percentile(load(0.2 * capacity, lambda _: "P1")["P1"], 0.99)
-    rate = 0.5 * capacity
-    while percentile(load(rate, lambda _: "P1")["P1"], 0.99) < 3 * alone and rate < 1.5 * capacity:
-        rate *= 1.2
-    times: dict[str, list[float]] = {}
-    for turn in range(bench.rounds):
-        for classes in (lambda _: "P1", lambda place: "P0" if place % 5 == 0 else "P2"):
-            for name, found in load(rate, classes, seed=8 + turn).items():
-                times.setdefault(name, []).extend(found)
-    plain, urgent, behind = (percentile(times[name], 0.99) for name in ("P1", "P0", "P2"))
+    quiet = take_turns(0.2 * capacity, plain)["P1"]
+    alone, queued, rate = percentile(quiet, 0.99), 0.0, 0.7 * capacity
+    while queued < 3 * alone and rate < 1.5 * capacity:
+        rate *= 1.15
+        times = take_turns(rate, plain, mixed)
+        queued, urgent, behind = (percentile(times[name], 0.99) for name in ("P1", "P0", "P2"))
     details = {
-        "plain queue alone": f"P99 {alone * 1e3:.0f} ms at 0.2 of the capacity of {capacity:.1f} requests/s",
-        "plain queue": f"P99 {plain * 1e3:.0f} ms, of {len(times['P1'])} requests at {rate / capacity:.2f} of it",
+        "capacity": f"{capacity:.1f} requests/s",
+        "plain queue alone": f"P99 {alone * 1e3:.0f} ms, of {len(quiet)} requests at 0.2 of it",
+        "plain queue": f"P99 {queued * 1e3:.0f} ms, of {len(times['P1'])} requests at {rate / capacity:.2f} of it",
         "P0": f"P99 {urgent * 1e3:.0f} ms, of {len(times['P0'])} requests at the same load",
         "P2 beside it": f"P99 {behind * 1e3:.0f} ms",
     }
-    return summarize("P0's P99 time to first token against a plain queue's", plain / urgent, 3.0, details)
+    return summarize("P0's P99 time to first token against a plain queue's", queued / urgent, 3.0, details)
 
 
 def measure_overhead(bench: Bench) -> bool:
