@@ -164,3 +164,11 @@ def test_places_that_are_none_are_refused(monkeypatch: pytest.MonkeyPatch, name:
     getattr(step, name).view(-1)[0] = value
     with pytest.raises(IndexError, match="none of the 7 of the cache, or rows are not packed again"):
         compile_kernel(monkeypatch, 4, 2)(*step.inputs(2))
+
+
+@pytest.mark.parametrize("cut", [(slice(2),), (..., slice(5), slice(None)), (..., slice(-SIZE))])
+def test_a_bias_of_others_is_left_to_torch(monkeypatch: pytest.MonkeyPatch, cut: tuple[Any, ...]) -> None:
+    """Which says what is wrong: nothing is read that is not there."""
+    step = draw(4, 4, [9, 5, 2], [70, 5, 2])
+    with pytest.raises(NotImplementedError):
+        compile_kernel(monkeypatch, 4, 4)(*replace(step, bias=step.bias[cut].contiguous()).inputs(1))

@@ -1,4 +1,4 @@
-"""Kernels in C for decoding, where torch has none as fast: INT4 or INT8 weights times rows, rotation into the cache,
+"""Kernels in C for serving, where torch has none as fast: INT4 or INT8 weights times rows, rotation into the cache,
 attention over its blocks, norms and gates.
 
 Compiled in a second when first asked for, by the machine's own compiler and for its processor. Without a compiler

@@ -203,15 +203,16 @@ def _plan_chunks(site: Site) -> Callable[..., Call | None]:
 
     def plan(empty: Empty, *inputs: Any) -> Call | None:
         q, keys, values, table, _, bias, pad, _, unpad, _ = inputs
-        (batch, columns), rows = table.shape, len(q)
-        queries = pad.numel() // batch
-        tensors = (q, keys, values, table, bias, pad, unpad)
-        if not fits or unpad.numel() != rows or not all(tensor.is_contiguous() for tensor in tensors):
+        (batch, columns), rows, tensors = table.shape, len(q), (q, keys, values, table, bias, pad, unpad)
+        group, length, queries = heads // kv_heads, columns * size, pad.numel() // max(batch, 1)
+        if not fits or not all(tensor.is_contiguous() for tensor in tensors):
             return None
         if {q.dtype, bias.dtype} != {held} or {pad.dtype, unpad.dtype} != {torch.int32}:
             return None
+        biased = len(bias) in (1, batch) and bias.shape[2] in (1, queries * group) and bias.shape[3] == length
+        if not biased or len(pad) != batch or unpad.numel() != rows:
+            return None
         y = empty((rows, heads * v_width), dtype=held)
-        group, length = heads // kv_heads, columns * size
         most = group * max(1, CHUNK_ROWS // group)
         threads = torch.get_num_threads() if rows * heads * length * width >= FEWEST_SHARED else 1
         return Call(
