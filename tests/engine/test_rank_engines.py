@@ -134,10 +134,12 @@ EXCHANGED = Lowering(moe_all_to_all="plugin", moe_experts="plugin")
     ("parallel", "lowering"),
     [
         (Parallel(tensor=4), Lowering()),
+        (Parallel(tensor=4, expert=4), Lowering()),
         (Parallel(tensor=4, expert=4), EXCHANGED),
         (Parallel(tensor=4, expert=2), Lowering()),
+        (Parallel(tensor=4, expert=2), EXCHANGED),
     ],
-    ids=["TP4", "EP4 by plugins", "TP2xEP2"],
+    ids=["TP4", "EP4", "EP4 by plugins", "TP2xEP2", "TP2xEP2 by plugins"],
 )
 def test_every_rank_of_four_is_compiled(parallel: Parallel, lowering: Lowering, tmp_path: Path) -> None:
     """One dense and one routed layer, with weights, for SM80. Each rank has a part of its own, and sums, gathers and
