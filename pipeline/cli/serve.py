@@ -122,7 +122,8 @@ def _run(supervisor: Supervisor) -> None:
 
     def stop(number: int, _: object) -> None:
         if supervisor.stop():
-            _say("asked again: requests in flight are ended")
+            with contextlib.suppress(Exception):  # it may have interrupted whoever writes there
+                _say("asked again: requests in flight are ended")
             raise SystemExit(128 + number)
 
     try:

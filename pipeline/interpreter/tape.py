@@ -22,7 +22,7 @@ from pipeline.interpreter.native import Calls
 from pipeline.interpreter.native.kernel import NativeKernel
 from pipeline.interpreter.plan import Runnable, Step, Values, execute
 
-MOST_COPIED = 1 << 18  # bytes of an input; a larger one is read where it lies
+MOST_COPIED = 1 << 22  # bytes of an input; a larger one is read where it lies, which is another place at every step
 ARENA = 1 << 24  # bytes that layouts compute in; those that are never written to are no memory
 ALIGNED = 64  # bytes
 MOST_LAYOUTS = 64  # of a tape, of the forms that came last; a server's batches change at every step

@@ -110,7 +110,7 @@ class Calibration:
         state = hf_layer_state(self.source, self.source.architecture, layer)
         module = build_hf_layer(self.source.config, layer, state, torch.float32)
         del state
-        for name in self.source.tensors:  # the module has copies
+        for name in self.source.tensors:  # of what is no float32 the module has copies
             if name.startswith(f"transformer.layers.{layer}."):
                 self.source.release(name)
         rotary = build_hf_rotary(self.source.config)

@@ -88,6 +88,8 @@ class Client:
         from tritonclient.utils import InferenceServerException
 
         replies = self._replies = queue.SimpleQueue()  # before it is looked whether it is cancelled: see `cancel`
+        if self._cancelled:
+            raise ServingError("the query was cancelled")
         self._client.start_stream(lambda result, error: replies.put((result, error)))
         finished = False
         try:
@@ -103,15 +105,13 @@ class Client:
                 if _BROKEN not in refusal.message():  # nothing was sent, and nobody will answer
                     raise ServingError(refusal.message()) from None
             while not finished:
-                if self._cancelled:
-                    raise ServingError("the query was cancelled")
                 left = None if timeout is None else began + timeout - time.monotonic()
                 try:
                     result, error = replies.get(timeout=left if left is None else max(0.0, left))
                 except queue.Empty:
                     raise ServerError(f"{self.url} has not answered in full after {timeout:g} s") from None
                 if self._cancelled:
-                    continue
+                    raise ServingError("the query was cancelled")
                 if error is not None:
                     raise _explain(error, self.url)
                 response = result.get_response()

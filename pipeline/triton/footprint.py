@@ -109,7 +109,8 @@ def _describe_model(package: Package, parameters: Mapping[str, str], rehearsal: 
     block = _measure_block(architecture, specs, mode)
     return _Model(
         vocab_size=architecture.vocab_size,
-        weights=_WEIGHTS[mode] * sum(file.stat().st_size for file in checkpoint.files if file.suffix == ".safetensors"),
+        weights=_WEIGHTS.get(mode, max(_WEIGHTS.values()))
+        * sum(file.stat().st_size for file in checkpoint.files if file.suffix == ".safetensors"),
         pools=block * min(wanted, limits.max_blocks, count_affordable(block)),
         ranks=len(specs),
     )

@@ -61,7 +61,7 @@ class HttpGate(Gate):
             await runner.cleanup()
 
     async def _handle(self, request: web.Request, session: ClientSession) -> web.StreamResponse:
-        from aiohttp import ClientError, web
+        from aiohttp import web
 
         if request.path == READY:
             return web.Response(status=200 if self.open else 503)
@@ -82,13 +82,11 @@ class HttpGate(Gate):
         self.in_flight += 1
         try:
             return await self._forward(request, body, session)
-        except ClientError:
-            return _refuse(502, self.absence)
         finally:
             self.in_flight -= 1
 
     async def _forward(self, request: web.Request, body: bytes, session: ClientSession) -> web.StreamResponse:
-        from aiohttp import web
+        from aiohttp import ClientError, web
         from yarl import URL
 
         url = URL(self.upstream + request.raw_path, encoded=True)
@@ -107,11 +105,13 @@ class HttpGate(Gate):
                 await response.prepare(request)
                 async for chunk in answer.content.iter_any():
                     await response.write(chunk)
-        except LostError as lost:
+        except (ClientError, LostError) as lost:
+            status, reason = (503, str(lost)) if isinstance(lost, LostError) else (502, self.absence)
             if response is None or not response.prepared:
-                return _refuse(503, str(lost))
-            if response.content_type == EVENTS:  # which have begun, and end as Triton ends those of a model that fails
-                await response.write(f"data: {json.dumps({'error': str(lost)})}\n\n".encode())
+                return _refuse(status, reason)
+            if response.content_type == EVENTS:
+                # It ends as Triton ends that of a model that fails; what has come of an event, first.
+                await response.write(f"\n\ndata: {json.dumps({'error': reason})}\n\n".encode())
             elif request.transport is not None:
                 request.transport.abort()
         await response.write_eof()

@@ -27,6 +27,8 @@ from pipeline.triton.grpc_gate import GrpcGate
 from pipeline.triton.http_gate import HttpGate
 from pipeline.triton.server import UNLOAD_S, TritonServer
 
+# The models that ask others: what one of those owed, so did they.
+TEXT_PATHS = ("ensemble", "tensorrt_llm_bls")
 WATCH_S = 0.5
 # What has been in flight is seen to be over when nothing is for so long: a model publishes its metrics twice a second.
 SETTLE_S = 1.0
@@ -182,13 +184,17 @@ class Supervisor:
         self._start_server()
 
     def _reload(self, models: list[str]) -> None:
-        for gate in self.gates:
-            gate.fail(f"{', '.join(models)} failed, and is loaded again: ask again", models)
+        self._fail(models)
         for model in models:
             self.server.control.unload(model, deadline=self.patience.canary)
+        self._fail(models)  # who asked again meanwhile
         self.server.load(*models, deadline=self.patience.start)
         seconds = self._confirm()
         self._say(f"{', '.join(models)} loaded again, a request answered in {format_seconds(seconds)}")
+
+    def _fail(self, models: list[str]) -> None:
+        for gate in self.gates:
+            gate.fail(f"{', '.join(models)} failed, and is loaded again: ask again", {*models, *TEXT_PATHS})
 
     def _list_dead(self) -> list[str]:
         """The models of which a process has ended: the stub, or a rank."""

@@ -115,6 +115,13 @@ def test_chunks(
     torch.testing.assert_close(y.double(), expected(step), rtol=5e-6, atol=5e-6)
 
 
+def test_padding_may_be_any_row(monkeypatch: pytest.MonkeyPatch) -> None:
+    step = draw(4, 2, [9, 5], [70, 5])
+    step.pad[1, 5:] = step.pad[0, 0]
+    y = compile_kernel(monkeypatch, 4, 2)(*step.inputs(2))
+    torch.testing.assert_close(y.double(), expected(step), rtol=5e-6, atol=5e-6)
+
+
 def test_scores_that_no_exponential_holds(monkeypatch: pytest.MonkeyPatch) -> None:
     """In blocks before and after the largest."""
     step = draw(4, 2, [70], [130])
@@ -164,6 +171,12 @@ def test_places_that_are_none_are_refused(monkeypatch: pytest.MonkeyPatch, name:
     getattr(step, name).view(-1)[0] = value
     with pytest.raises(IndexError, match="none of the 7 of the cache, or rows are not packed again"):
         compile_kernel(monkeypatch, 4, 2)(*step.inputs(2))
+
+
+def test_pools_of_unequal_sizes_are_left_to_torch(monkeypatch: pytest.MonkeyPatch) -> None:
+    step = draw(4, 2, [9, 5], [70, 5])
+    with pytest.raises(NotImplementedError):
+        compile_kernel(monkeypatch, 4, 2)(*replace(step, v=step.v[:-1]).inputs(2))
 
 
 @pytest.mark.parametrize("cut", [(slice(2),), (..., slice(5), slice(None)), (..., slice(-SIZE))])

@@ -163,3 +163,11 @@ def test_a_bias_for_all_sequences(monkeypatch: pytest.MonkeyPatch) -> None:
     torch.testing.assert_close(
         y.double(), expected(q, k, v, table, bias[:1].expand(2, -1, -1, -1)), rtol=2e-6, atol=2e-6
     )
+
+
+def test_pools_of_unequal_sizes_are_refused_as_elsewhere(monkeypatch: pytest.MonkeyPatch) -> None:
+    kernel = compile_kernel(monkeypatch, torch.float32, 4, 2, native=True)
+    q, k, v, table, bias = draw(torch.float32, 4, 2, 1, [13, 40])
+    table[0, 1] = len(k) - 1
+    with pytest.raises(IndexError):
+        kernel(q, k, v[:-1], table, rows_of(table, 2), bias)

@@ -1,5 +1,6 @@
 """The HTTP door by itself, before a stand-in for Triton."""
 
+import contextlib
 import gzip
 import http.client
 import http.server
@@ -18,8 +19,8 @@ LIMIT = 10_000
 
 
 class Upstream(http.server.BaseHTTPRequestHandler):
-    """Echoes; generate_stream sends an event each 50 ms until the client has gone, and what is asked of the model
-    `silent` is not answered."""
+    """Echoes; generate_stream sends an event each 50 ms until the client has gone. What is asked of the model `silent`
+    is not answered, and of `broken` only half."""
 
     protocol_version = "HTTP/1.1"
     gone = threading.Event()
@@ -31,6 +32,15 @@ class Upstream(http.server.BaseHTTPRequestHandler):
         body = self.rfile.read(int(self.headers["Content-Length"]))
         if "/silent/" in self.path:
             self.gone.wait(30)
+            self.close_connection = True
+            return
+        if "/broken/" in self.path:
+            streams = "stream" in self.path
+            self.send_response(200)
+            self.send_header(*(("Transfer-Encoding", "chunked") if streams else ("Content-Length", "1000")))
+            self.send_header("Content-Type", "text/event-stream" if streams else "application/json")
+            self.end_headers()
+            self.wfile.write(b'f\r\ndata: {"text_ou\r\n' if streams else b'{"text_ou')
             self.close_connection = True
             return
         if self.path != "/v2/models/m/generate_stream":
@@ -95,11 +105,10 @@ def wait_for(condition):
 
 
 def send(gate, method, path, body=None, headers=None):
-    connection = http.client.HTTPConnection("127.0.0.1", gate.port, timeout=10)
-    connection.request(method, path, body, headers or {})
-    answer = connection.getresponse()
-    text = answer.read()
-    connection.close()
+    with contextlib.closing(http.client.HTTPConnection("127.0.0.1", gate.port, timeout=10)) as connection:
+        connection.request(method, path, body, headers or {})
+        answer = connection.getresponse()
+        text = answer.read()
     return answer.status, text, dict(answer.headers)
 
 
@@ -187,6 +196,15 @@ def test_what_a_failed_model_owes_is_ended_and_nothing_else(gate):
     for connection in connections.values():
         connection.close()
     assert send(gate, "POST", "/v2/models/m/generate", b"x")[0] == 200
+
+
+def test_a_server_that_dies_within_an_answer_ends_it(gate):
+    """A stream with an event of its own, anything else by an answer that is not whole: never with another answer."""
+    status, text, _ = send(gate, "POST", "/v2/models/broken/generate_stream", b"{}")
+    assert (status, text.split(b"\n\n")[1:]) == (200, [b'data: {"error": "tritonserver does not answer"}', b""])
+    with pytest.raises((http.client.IncompleteRead, ConnectionError)) as broken:
+        send(gate, "POST", "/v2/models/broken/generate", b"{}")
+    assert b"error" not in getattr(broken.value, "partial", b"")
 
 
 @pytest.mark.parametrize(

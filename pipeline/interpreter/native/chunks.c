@@ -12,11 +12,11 @@ enum {
     WIDE = 2 * LANES,   // as many columns: the sums stay in registers
 };
 
-// q [rows, heads, width], pools [blocks, kv_heads, size, width or v_width], table [batch, columns], places [batch,
-// queries]: the row of each query, padded with the last one, and its inverse, unpad [rows]. bias: [columns * size] for each query, query_step values
-// apart, and batch_step for each sequence. y [rows, heads, v_width]. `scratch`: of each thread as many floats as
-// the struct `work` takes. Refused where the table names a block or `places` a row that is none, or unpad is no inverse.
-// size, v_width: multiples of WIDE.
+// q [rows, heads, width] and y [rows, heads, v_width]; pools [blocks, kv_heads, size, width or v_width]; table [batch,
+// columns]; bias: [columns * size] for each query, query_step values apart, and batch_step for each sequence.
+// places [batch, queries]: the row of each query, and of what pads a sequence any row; unpad [rows]: the query of each
+// row. `scratch`: of each thread as many floats as the struct `work` takes. Refused where the table names a block, or
+// places and unpad a row or a query, that is none, or places are not where unpad says. size, v_width: multiples of WIDE.
 typedef struct {
     const float *q, *k_pool, *v_pool;
     const int32_t *table;
@@ -94,7 +94,7 @@ INLINE void weigh(const chunk_arguments *a, const float *bias, float *scores, fl
 // Of sequence b and one key head the queries from `first` on.
 INLINE void attend_rows(const chunk_arguments *a, long b, long head, long first, long queries, work w) {
     const long group = a->heads / a->kv_heads, count = group * queries;
-    const int32_t *places = a->places + b * a->queries + first;
+    const int32_t *places = a->places + b * a->queries + first, at = (int32_t)(b * a->queries + first);
     for (long m = 0; m < count; m++) {
         const long from = places[m % queries] * a->heads + head * group + m / queries;
         memcpy(w.q + m * a->width, a->q + from * a->width, a->width * sizeof(float));
@@ -114,6 +114,7 @@ INLINE void attend_rows(const chunk_arguments *a, long b, long head, long first,
         multiply(count, w.scores, a->size, a->v_pool + row * a->v_width, a->v_width, seen, w.sums, 1);
     }
     for (long m = 0; m < count; m++) {
+        if (a->unpad[places[m % queries]] != at + m % queries) continue;  // padding
         float *to = a->y + (places[m % queries] * a->heads + head * group + m / queries) * a->v_width;
         for (long d = 0; d < a->v_width; d++) to[d] = w.sums[m * a->v_width + d] / w.total[m];
     }
@@ -140,9 +141,9 @@ int attend_chunks(const void *arguments, void *scratch, team all) {
     const long steps = (a->queries + step - 1) / step;
     for (long i; (i = atomic_fetch_add(&all.place->next, 1)) < a->batch * steps * a->kv_heads;) {
         const long b = i / (steps * a->kv_heads), first = i / a->kv_heads % steps * step, head = i % a->kv_heads;
-        const int32_t *places = a->places + b * a->queries;
-        long queries = a->queries;
-        while (queries > 1 && places[queries - 1] == places[queries - 2]) queries--;
+        long queries = a->queries;  // without padding at the end
+        while (queries > first && a->unpad[a->places[b * a->queries + queries - 1]] != b * a->queries + queries - 1)
+            queries--;
         if (first < queries)
             attend_rows(a, b, head, first, queries - first < step ? queries - first : step, w);
     }

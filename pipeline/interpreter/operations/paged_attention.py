@@ -134,6 +134,8 @@ def compile_attend_pages(site: Site) -> Kernel:
         bias = bias.expand(batch, 1, 1, length)
         if bias.stride(3) != 1 or not all(tensor.is_contiguous() for tensor in (q, keys, values, table)):
             return None
+        if len(values) != len(keys):
+            return None
         y = empty((batch, heads, 1, v_width), dtype=held)
         threads = torch.get_num_threads() if batch * heads * length * width >= FEWEST_SHARED else 1
         return Call(
@@ -210,7 +212,7 @@ def _plan_chunks(site: Site) -> Callable[..., Call | None]:
         if {q.dtype, bias.dtype} != {held} or {pad.dtype, unpad.dtype} != {torch.int32}:
             return None
         biased = len(bias) in (1, batch) and bias.shape[2] in (1, queries * group) and bias.shape[3] == length
-        if not biased or len(pad) != batch or unpad.numel() != rows:
+        if not biased or len(pad) != batch or unpad.numel() != rows or len(values) != len(keys):
             return None
         y = empty((rows, heads * v_width), dtype=held)
         most = group * max(1, CHUNK_ROWS // group)

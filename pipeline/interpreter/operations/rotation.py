@@ -113,7 +113,7 @@ def compile_rotate_into_cache(site: Site) -> Kernel:
     def plan(empty: Empty, x: Tensor, turns: Any, target: Places, keys: Tensor, values: Tensor) -> Call | None:
         places, kept = target
         cos, sin = (turns, None) if isinstance(turns, Tensor) else turns
-        if kept is not None or x.dtype is not held or not x.is_contiguous():
+        if kept is not None or x.dtype is not held or not x.is_contiguous() or keys.shape[:3] != values.shape[:3]:
             return None
         count, cached = x.numel() // (all_heads * width), keys.numel() // width
         q = empty((count, heads, width), dtype=held)
