@@ -105,3 +105,20 @@ def test_asked_twice_before_it_ends_it_waits_for_no_request():
 
 def test_interrupted_it_ends_at_once():
     assert close("interrupted", grace=30)[:2] == (["drain", 0.0], ["interrupted"])
+
+
+def test_who_asked_a_model_that_died_is_told_also_who_asks_while_it_goes(monkeypatch):
+    """And who asked it over another model."""
+    done = []
+    server = Server(Addresses(), 0)
+    server.unload = lambda model, deadline: done.append(f"unload {model}")
+    server.load = lambda *models, deadline: done.append(f"load {', '.join(models)}")
+    supervisor = Supervisor(
+        lambda _: server, addresses=Addresses(), max_bytes=1000, patience=Patience(), say=lambda _: None
+    )
+    monkeypatch.setattr(supervisor, "_confirm", lambda: 1.0)
+    for gate in supervisor.gates:
+        monkeypatch.setattr(gate, "fail", lambda reason, models: done.append(sorted(models)))
+    supervisor._reload(["tensorrt_llm"])
+    told = ["ensemble", "tensorrt_llm", "tensorrt_llm_bls"]
+    assert done == [told, told, "unload tensorrt_llm", told, told, "load tensorrt_llm"]
