@@ -56,6 +56,11 @@ class Call:
     refusal: str = ""
 
 
+def count_threads(work: int, fewest: int) -> int:
+    """All of torch's where there is as much work as that, else one."""
+    return torch.get_num_threads() if work >= fewest else 1
+
+
 class Library:
     """The compiled kernels."""
 

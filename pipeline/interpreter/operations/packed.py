@@ -13,7 +13,7 @@ from typing import cast
 import torch
 from torch import Tensor
 
-from pipeline.interpreter.native import Call, Library, load_library
+from pipeline.interpreter.native import Call, Library, count_threads, load_library
 from pipeline.interpreter.native.kernel import Empty, NativeKernel
 from pipeline.interpreter.numerics import NATIVE, multiplied_as
 
@@ -98,7 +98,7 @@ def native_kernel(dtype: str, library: Library) -> PackedKernel:
                 ),
                 outputs=y,
                 scratch=4 * rows * (width // 2 + 2 * (width // group) * -(-group // PART)),
-                threads=torch.get_num_threads() if rows * width * columns >= FEWEST_SHARED else 1,
+                threads=count_threads(rows * width * columns, FEWEST_SHARED),
             )
 
         def widened(x: Tensor, packed: Tensor, scales: Tensor) -> Tensor:

@@ -11,7 +11,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from pipeline.interpreter.native import Call, load_library
+from pipeline.interpreter.native import Call, count_threads, load_library
 from pipeline.interpreter.native.kernel import Empty, NativeKernel, adapt
 from pipeline.interpreter.numerics import NATIVE, multiplied_as
 from pipeline.interpreter.operations.attention import cache_rows, mask_bias, write_rows
@@ -137,7 +137,7 @@ def compile_attend_pages(site: Site) -> Kernel:
         if len(values) != len(keys):
             return None
         y = empty((batch, heads, 1, v_width), dtype=held)
-        threads = torch.get_num_threads() if batch * heads * length * width >= FEWEST_SHARED else 1
+        threads = count_threads(batch * heads * length * width, FEWEST_SHARED)
         return Call(
             kernel="attend_pages",
             arguments=(
@@ -216,7 +216,7 @@ def _plan_chunks(site: Site) -> Callable[..., Call | None]:
             return None
         y = empty((rows, heads * v_width), dtype=held)
         most = group * max(1, CHUNK_ROWS // group)
-        threads = torch.get_num_threads() if rows * heads * length * width >= FEWEST_SHARED else 1
+        threads = count_threads(rows * heads * length * width, FEWEST_SHARED)
         return Call(
             kernel="attend_chunks",
             arguments=(

@@ -6,7 +6,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from pipeline.interpreter.native import Call, load_library
+from pipeline.interpreter.native import Call, count_threads, load_library
 from pipeline.interpreter.native.kernel import Empty, NativeKernel
 from pipeline.interpreter.numerics import NATIVE
 from pipeline.interpreter.operations.arithmetic import compile_sigmoid
@@ -86,7 +86,7 @@ def _plan_norm(
             width if x.is_contiguous() else x.stride(0),
         ),
         outputs=y if total is None else (total, y),
-        threads=_count_threads(x),
+        threads=count_threads(x.numel(), FEWEST_SHARED),
     )
 
 
@@ -107,10 +107,6 @@ def compile_gate(site: Site) -> Kernel:
         y = empty(g.shape, dtype=g.dtype)
         addresses = (g.data_ptr(), u.data_ptr(), y.data_ptr())
         arguments = (g.dtype is torch.bfloat16, *addresses, *g.shape, g.stride(0), u.stride(0))
-        return Call(kernel="gate", arguments=arguments, outputs=y, threads=_count_threads(g))
+        return Call(kernel="gate", arguments=arguments, outputs=y, threads=count_threads(g.numel(), FEWEST_SHARED))
 
     return gate if library is None else NativeKernel(library=library, plan=plan, otherwise=gate)
-
-
-def _count_threads(x: Tensor) -> int:
-    return torch.get_num_threads() if x.numel() >= FEWEST_SHARED else 1

@@ -7,7 +7,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from pipeline.interpreter.native import Call, load_library
+from pipeline.interpreter.native import Call, count_threads, load_library
 from pipeline.interpreter.native.kernel import Empty, NativeKernel
 from pipeline.interpreter.numerics import NATIVE
 from pipeline.interpreter.operations.attention import Places, write_rows
@@ -138,7 +138,7 @@ def compile_rotate_into_cache(site: Site) -> Kernel:
                 cached,
             ),
             outputs=(q, keys, values),
-            threads=torch.get_num_threads() if x.numel() >= FEWEST_SHARED else 1,
+            threads=count_threads(x.numel(), FEWEST_SHARED),
             refusal=f"rows are written to places that are none of the {cached} of the cache",
         )
 
