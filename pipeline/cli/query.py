@@ -33,7 +33,13 @@ DEFAULT_URL = "localhost:8001"
 @click.option("--chat", is_flag=True, help="PROMPT is what a user says: it goes through the model's chat template.")
 @click.option("--system", metavar="TEXT", help="With --chat: the system message.")
 @click.option("--input-ids", metavar="IDS", help="Token ids, separated by commas, in the place of PROMPT.")
-@click.option("--file", "path", type=click.Path(path_type=Path), help="One prompt a line; .jsonl: one object a line.")
+@click.option(
+    "--file",
+    "path",
+    type=click.Path(path_type=Path),
+    help="One prompt a line; .jsonl: one object a line."
+    " Its keys: prompt, messages or input_ids; stop, parameters, and options such as max_tokens.",
+)
 @click.option("--concurrency", type=click.IntRange(1, 256), default=4, show_default=True, help="With --file.")
 @click.option("--priority", type=click.Choice(["P0", "P1", "P2"]), help="P0 comes first.")
 @click.option("--timeout", type=Seconds(), help="Seconds that the whole answer may take.")
@@ -175,6 +181,9 @@ def _read_object(line: str, ask_for: Any, common: Mapping[str, Any]) -> dict[str
         raise ValueError("is not a JSON object")
     fields = {name: entry.pop(name) for name in ("messages", "input_ids", "stop", "parameters") if name in entry}
     text = entry.pop("prompt", entry.pop("text", None))
+    if text is None and not fields.keys() & {"messages", "input_ids"}:
+        keys = ", ".join(sorted((*entry, *fields))) or "none"
+        raise ValueError(f"an object has one of prompt, messages and input_ids; its keys: {keys}")
     return {**(ask_for(text) if text is not None else {}), **fields, "options": {**common["options"], **entry}}
 
 

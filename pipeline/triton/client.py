@@ -109,7 +109,7 @@ class Client:
                 try:
                     result, error = replies.get(timeout=left if left is None else max(0.0, left))
                 except queue.Empty:
-                    raise ServerError(f"{self.url} has not answered in full after {timeout:g} s") from None
+                    raise ServingError(f"{self.url} has not answered in full after {timeout:g} s") from None
                 if self._cancelled:
                     raise ServingError("the query was cancelled")
                 if error is not None:

@@ -24,7 +24,8 @@ def run(*arguments: str) -> Any:
     [
         ("not json", "Expecting value"),
         ("[1]", "is not a JSON object"),
-        ('{"bad": 1}', "one of text, messages and input_ids"),
+        ('{"promt": "x", "stop": []}', "one of prompt, messages and input_ids; its keys: promt, stop"),
+        ("{}", "its keys: none"),
         ('{"prompt": "a", "bad": 1}', "unknown options bad"),
         ('{"prompt": 5}', "the text is 5"),
         ('{"prompt": "a", "max_tokens": "three"}', "max_tokens is 'three'"),

@@ -379,3 +379,10 @@ def test_a_client_of_its_own_for_each_thread(url):
     for _ in range(20):
         with Client(url) as client:
             client.ask(Query(text="a", options={"max_tokens": 1, **QUIET}), timeout=60)
+
+
+def test_a_query_that_takes_too_long_has_failed(client: Client) -> None:
+    """The server is well: it answers the next one."""
+    with pytest.raises(ServingError, match=r"has not answered in full after 0\.01 s"):
+        client.ask(Query(text="hello", options={"max_tokens": 60, **QUIET}), timeout=0.01)
+    assert client.ask(Query(text="hello", options={"max_tokens": 2, **QUIET}), timeout=60).num_output_tokens == 2
