@@ -27,7 +27,7 @@ MODELS = ("tensorrt_llm", "tensorrt_llm_bls", "ensemble")
 # A step of this model takes some 6 ms. It takes one or two until somebody asks Triton whether the client has gone, one
 # is being computed then, and another while the news travel. A machine under load may delay any of that, so that a
 # longer way is tried again.
-FEW, TRIES = 6, 8
+FEW, TRIES = 6, 16
 
 
 @dataclass
