@@ -68,8 +68,8 @@ class Memory:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Layout:
-    """Calls on the arena. copies: for each tensor of the inputs its place, or None where it is read where it
-    lies. results: the slots that others read, with the tensor there, or the slot of the input that it is."""
+    """Calls on the arena. copies: for each tensor of the inputs its place, or None where it is read where it lies.
+    results: the slots that others read, with the tensor there, or the slot of the input that it is."""
 
     calls: Calls
     refusals: tuple[str, ...]
@@ -145,7 +145,7 @@ class Tape:
         return slot in self._updated or tensor.nbytes > MOST_COPIED
 
     def _lay_out(self, values: Values) -> Layout | None:
-        """None where a kernel does not take such inputs, or what they compute would hold too much memory."""
+        """None where a kernel does not take such inputs, or the arena does not hold what they compute."""
         known, copies, memory = dict(enumerate(values)), list[Tensor | None](), Memory(self._arena)
         lying: dict[int, int] = {}  # slots of tensors that are used where they lie, by identity
         for slot in self._inputs:

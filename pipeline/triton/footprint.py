@@ -33,7 +33,7 @@ _TEXT, _TOKEN = 50 * _MIB, 900
 # The executor's process, or another rank's, with torch and TensorRT, without the model.
 _EXECUTOR = 270 * _MIB
 # What a byte of the checkpoint takes in the interpreter, by mode: mapped, read into the network, and as the kernels
-# want it. Of INT4, the most; 16 bits take 4.5 in every mode.
+# want it. Of INT4, the most; 16 bits take 4.5 in every mode. A mode that is none is for loading to refuse.
 _WEIGHTS = {"fast": 5, "exact": 11, "declared": 10}
 
 

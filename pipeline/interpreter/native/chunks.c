@@ -7,9 +7,9 @@
 #include "calls.h"
 
 enum {
-    ROWS = 64,          // about as many rows of queries, of all heads that share a key head, are computed at a time
-    FEW = 4,            // of them at once, and
-    WIDE = 2 * LANES,   // as many columns: the sums stay in registers
+    ROWS = 64,         // about as many rows of queries, of all heads that share a key head, are computed at a time
+    FEW = 4,           // of them at once, and
+    WIDE = 2 * LANES,  // as many columns: the sums stay in registers
 };
 
 // q [rows, heads, width] and y [rows, heads, v_width]; pools [blocks, kv_heads, size, width or v_width]; table [batch,
@@ -56,7 +56,8 @@ INLINE void multiply_few(const int count, const float *a, long a_step, const flo
 INLINE void multiply(long count, const float *a, long a_step, const float *b, long columns, long depth, float *c,
                      const int add) {
     long m = 0;
-    for (; m + FEW <= count; m += FEW) multiply_few(FEW, a + m * a_step, a_step, b, columns, depth, c + m * columns, add);
+    for (; m + FEW <= count; m += FEW)
+        multiply_few(FEW, a + m * a_step, a_step, b, columns, depth, c + m * columns, add);
     for (; m < count; m++) multiply_few(1, a + m * a_step, a_step, b, columns, depth, c + m * columns, add);
 }
 
