@@ -23,7 +23,7 @@ from pipeline.interpreter.native.kernel import NativeKernel
 from pipeline.interpreter.plan import Runnable, Step, Values, execute
 
 MOST_COPIED = 1 << 22  # bytes of an input; a larger one is read where it lies, which is another place at every step
-ARENA = 1 << 24  # bytes that layouts compute in; those that are never written to are no memory
+ARENA = 1 << 26  # bytes that layouts compute in; those that are never written to are no memory
 ALIGNED = 64  # bytes
 MOST_LAYOUTS = 64  # of a tape, of the forms that came last; a server's batches change at every step
 MOST_KNOWN = 1 << 10  # forms of which none can be made, that are remembered

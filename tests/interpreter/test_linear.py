@@ -84,9 +84,15 @@ def test_fast_int4_is_within_bf16_roundings_for_few_rows_and_as_declared_for_man
     for rows in (x, x[:5]):
         fast, exact = run(program, "fast", rows), rows.double() @ wide
         # Input, scale and weight are each rounded to bf16 at most (2^-9, relative), independently: far below their sum.
-        # In fp32 nothing is, and in C inputs to 16 bits of the largest of 128, except by torch's kernel.
-        unrounded = FAST is torch.float32 and (kernel.name == "native" or rows is x)
-        bound = (2**-12 if unrounded else 3 * 2**-9) * (rows.double().abs() @ wide.abs())
+        # In fp32 nothing is, except by torch's kernel; in C inputs of few rows are to 16 bits of the largest of 128,
+        # of many to 8 bits of the largest of 32, which is below 4 times their mean.
+        if FAST is torch.bfloat16:
+            share = 3 * 2**-9
+        elif kernel.name == "native":
+            share = 4 / 254 if rows is x else 2**-12
+        else:
+            share = 2**-12 if rows is x else 3 * 2**-9
+        bound = share * (rows.double().abs() @ wide.abs())
         assert fast.dtype == FAST
         assert ((fast.double() - exact).abs() <= bound).all()
         assert (fast.double() - exact).abs().mean() < bound.mean() / 8

@@ -35,12 +35,13 @@ def native_kernel(request: pytest.FixtureRequest) -> kernels.PackedKernel:
     return kernels.native_kernel("int4", load(request.param))
 
 
-def rounding(x: torch.Tensor, wide: torch.Tensor) -> torch.Tensor:
-    """What products in C may be off by: half a unit of each input, 2^-15 of the largest of 128 at most, times each
-    weight, and fp32's sums."""
-    parts = x.double().abs().split(128, dim=1)
+def rounding(x: torch.Tensor, wide: torch.Tensor, bits: int = 16) -> torch.Tensor:
+    """What products in C may be off by: half a unit of each input, of 16 bits 2^-15 of the largest of 128 at most, of 8
+    bits 1/254 of the largest of 32, times each weight, and fp32's sums."""
+    part, share = {16: (128, 2**-15), 8: (32, 1.0001 / 254)}[bits]
+    parts = x.double().abs().split(part, dim=1)
     most = torch.cat([part.amax(1, keepdim=True).expand_as(part) for part in parts], dim=1)
-    return (2**-15 * most + 2**-21 * x.double().abs()) @ wide.abs()
+    return (share * most + 2**-21 * x.double().abs()) @ wide.abs()
 
 
 def draw(width: int, columns: int, group: int) -> tuple[torch.Tensor, torch.Tensor]:
@@ -63,12 +64,45 @@ def test_products(kernel: kernels.PackedKernel, width: int, columns: int, group:
         assert ((result.double() - expected).abs() <= bound).all()
 
 
+@pytest.mark.parametrize(("width", "columns", "group"), [(64, 16, 32), (256, 48, 64), (384, 16, 128), (512, 80, 256)])
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float32])
+def test_many_rows_are_rounded_to_8_bits_of_32(
+    native_kernel: kernels.PackedKernel, width: int, columns: int, group: int, dtype: torch.dtype
+) -> None:
+    """Blocks of very different sizes, full of the largest and smallest weights beside others: nothing overflows."""
+    values, scales = draw(width, columns, group)
+    values[:, 0], values[:, 1] = -8, 7
+    multiply, packed, factors = (
+        native_kernel.multiply(group, torch.float32),
+        native_kernel.pack(values),
+        native_kernel.scale(scales),
+    )
+    wide = values.double() * scales.double().repeat_interleave(group, 0)
+    for rows in range(kernels.FEWEST_SHORT - 1, kernels.FEWEST_SHORT + 8):
+        generator = torch.Generator().manual_seed(rows)
+        sizes = torch.exp2(torch.randint(-60, 60, (rows, width // 32, 1), generator=generator))
+        x = (torch.randn(rows, width // 32, 32, generator=generator) * sizes).view(rows, width).to(dtype)
+        x[0], x[1] = 3.0, -0.1  # every input the largest of its block
+        error = (multiply(x, packed, factors).double() - x.double() @ wide).abs()
+        few = rows < kernels.FEWEST_SHORT
+        assert (error <= rounding(x, wide, 16 if few else 8)).all()
+        assert few or (error > rounding(x, wide, 16)).any()  # which the bound of fewer rows does not hide
+
+
+def test_every_value_is_looked_up_right_by_many_rows(native_kernel: kernels.PackedKernel) -> None:
+    values, scales = draw(64, 32, 32)
+    multiply, ones = native_kernel.multiply(32, torch.float32), native_kernel.scale(torch.ones_like(scales))
+    result = multiply(127 * torch.eye(64), native_kernel.pack(values), ones)
+    assert torch.equal(result, 127 * values.float())
+
+
 def test_every_value_is_looked_up_right(kernel: kernels.PackedKernel) -> None:
     """One input at a time: each result is one weight, exactly."""
     values, scales = draw(64, 32, 32)
     multiply, packed = kernel.multiply(32, torch.float32), kernel.pack(values)
     ones = kernel.scale(torch.ones_like(scales))
-    assert torch.equal(multiply(torch.eye(64).bfloat16(), packed, ones), values.float())
+    halves = [multiply(rows, packed, ones) for rows in torch.eye(64).bfloat16().split(32)]
+    assert torch.equal(torch.cat(halves), values.float())
 
 
 def test_parts_and_threads_change_nothing(kernel: kernels.PackedKernel, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -83,7 +117,7 @@ def test_parts_and_threads_change_nothing(kernel: kernels.PackedKernel, monkeypa
 
 
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float32])
-@pytest.mark.parametrize("rows", [1, 7, 8, 40])
+@pytest.mark.parametrize("rows", [1, 7, 8, 32])
 def test_inputs_are_rounded_to_16_bits_of_128(
     native_kernel: kernels.PackedKernel, rows: int, dtype: torch.dtype
 ) -> None:
@@ -97,28 +131,33 @@ def test_inputs_are_rounded_to_16_bits_of_128(
     assert ((result.double() - x.double() @ wide).abs() <= rounding(x, wide)).all()
 
 
+@pytest.mark.parametrize("rows", [9, 41])
 @pytest.mark.parametrize("value", [torch.inf, -torch.inf, torch.nan])
-def test_a_row_that_is_not_finite_is_nothing_else(native_kernel: kernels.PackedKernel, value: float) -> None:
+def test_a_row_that_is_not_finite_is_nothing_else(
+    native_kernel: kernels.PackedKernel, value: float, rows: int
+) -> None:
     values, scales = draw(256, 32, 64)
     multiply, packed, factors = (
         native_kernel.multiply(64, torch.float32),
         native_kernel.pack(values),
         native_kernel.scale(scales),
     )
-    x = torch.randn(9, 256, generator=torch.Generator().manual_seed(0))
+    x = torch.randn(rows, 256, generator=torch.Generator().manual_seed(0))
     expected = multiply(x, packed, factors)
     x[3, 200] = value
     result = multiply(x, packed, factors)
     assert result[3].isnan().all()
-    assert torch.equal(result[torch.arange(9) != 3], expected[torch.arange(9) != 3])
+    assert torch.equal(result[torch.arange(rows) != 3], expected[torch.arange(rows) != 3])
 
 
+@pytest.mark.parametrize("rows", [1, kernels.FEWEST_SHORT])
 @pytest.mark.parametrize("size", [0.0, 1e-45, 2.0**-110, 2.0**127])
-def test_the_smallest_and_the_largest_inputs(native_kernel: kernels.PackedKernel, size: float) -> None:
+def test_the_smallest_and_the_largest_inputs(native_kernel: kernels.PackedKernel, size: float, rows: int) -> None:
     values = torch.eye(64, 16).to(torch.int8)
     multiply, ones = native_kernel.multiply(32, torch.float32), native_kernel.scale(torch.ones(2, 16))
-    result = multiply(torch.full((1, 64), size), native_kernel.pack(values), ones)
-    assert torch.equal(result, torch.full((1, 16), size if size > 1e-40 else 0.0))
+    result = multiply(torch.full((rows, 64), size), native_kernel.pack(values), ones)
+    expected = torch.full((rows, 16), size if size > 1e-40 else 0.0)
+    assert torch.allclose(result, expected, rtol=0 if rows == 1 else 2e-7, atol=0)  # 127 times 1/127 of it
 
 
 @pytest.fixture(params=["native", "portable"])

@@ -44,7 +44,8 @@ INLINE void multiply_few(const int count, const float *a, long a_step, const flo
             for (int v = 0; v < 2; v++) sum[m][v] = add ? load_floats(c + m * columns + n + LANES * v) : (floats){0};
         for (long k = 0; k < depth; k++)
             for (int v = 0; v < 2; v++) {
-                const floats right = load_floats(b + k * columns + n + LANES * v);
+                floats right = load_floats(b + k * columns + n + LANES * v);
+                KEEP(right);  // else GCC loads it again for each row
                 for (int m = 0; m < count; m++) sum[m][v] += a[m * a_step + k] * right;
             }
         for (int m = 0; m < count; m++)

@@ -16,6 +16,13 @@
 #include <immintrin.h>
 #endif
 
+// The vector is in a register here, and its value nothing that the compiler knows.
+#if defined(__AVX512BW__) || defined(__AVX2__)
+#define KEEP(vector) __asm__("" : "+v"(vector))
+#else
+#define KEEP(vector) ((void)0)
+#endif
+
 typedef float floats __attribute__((vector_size(4 * LANES)));
 typedef int32_t ints __attribute__((vector_size(4 * LANES)));
 typedef int16_t shorts __attribute__((vector_size(4 * LANES)));
@@ -46,8 +53,23 @@ INLINE ints add_pairs(ints sum, ints a, ints b) {
 #else
     sum += (ints)_mm256_madd_epi16((__m256i)a, (__m256i)b);
 #endif
-    // Without this GCC makes the products of many sums first and adds them later, for which registers do not suffice.
-    __asm__("" : "+v"(sum));
+    KEEP(sum);  // else GCC makes the products of many sums first and adds them later, for which registers do not suffice
+    return sum;
+#endif
+}
+
+// sum + a * b, of two bytes in each 16 bits: those of a count from 0 to 127, those of b have a sign.
+INLINE shorts add_pairs_of_bytes(shorts sum, ints a, ints b) {
+#if defined(PORTABLE) || !(defined(__AVX512BW__) || defined(__AVX2__))
+    const shorts x = (shorts)a, y = (shorts)b;
+    return sum + (x & 0xff) * (y << 8 >> 8) + (x >> 8) * (y >> 8);
+#else
+#if defined(__AVX512BW__)
+    sum += (shorts)_mm512_maddubs_epi16((__m512i)a, (__m512i)b);
+#else
+    sum += (shorts)_mm256_maddubs_epi16((__m256i)a, (__m256i)b);
+#endif
+    KEEP(sum);
     return sum;
 #endif
 }

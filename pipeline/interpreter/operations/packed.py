@@ -19,7 +19,10 @@ from pipeline.interpreter.numerics import NATIVE, multiplied_as
 
 GROUPS, COLUMNS = (32, 64, 128, 256), 16  # what both INT4 kernels take; columns in multiples
 WIDTH = 8  # … and inputs of the INT8 kernel
-PART = 128  # inputs of a group that native/linear.c rounds together
+PARTS = {16: 128, 8: 32}  # by the bits of an input: how many native/linear.c rounds together
+# From so many rows on INT4 weights multiply inputs of 8 bits, which takes half the time: those of prompts. Tokens that
+# are generated keep 16 bits, which cost them nothing: there the weights are what is waited for.
+FEWEST_SHORT = 33
 FEWEST_SHARED = 1 << 20  # multiplications, from which on another thread pays
 
 # x [rows, in], packed, scales → [rows, out]
@@ -79,12 +82,15 @@ def native_kernel(dtype: str, library: Library) -> PackedKernel:
         def plan(empty: Empty, x: Tensor, packed: Tensor, scales: Tensor) -> Call | None:
             if x.dtype not in NATIVE or not x.is_contiguous():
                 return None
-            (rows, width), columns = x.shape, scales.shape[0] * COLUMNS
+            (rows, width), columns, groups = x.shape, scales.shape[0] * COLUMNS, x.shape[1] // group
+            input_bits = 8 if bits == 4 and rows >= FEWEST_SHORT else 16
+            words = width * input_bits // 32 + groups * (2 * -(-group // PARTS[input_bits]) + 1)
             y = empty((rows, columns), dtype=held)
             return Call(
                 kernel="linear",
                 arguments=(
                     bits,
+                    input_bits,
                     x.dtype is torch.bfloat16,
                     x.data_ptr(),
                     packed.data_ptr(),
@@ -94,10 +100,10 @@ def native_kernel(dtype: str, library: Library) -> PackedKernel:
                     rows,
                     width,
                     columns,
-                    width // group,
+                    groups,
                 ),
                 outputs=y,
-                scratch=4 * rows * (width // 2 + 2 * (width // group) * -(-group // PART)),
+                scratch=4 * rows * words,
                 threads=count_threads(rows * width * columns, FEWEST_SHARED),
             )
 
