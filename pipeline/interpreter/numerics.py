@@ -4,11 +4,12 @@
 implementation in fp32 is the order of sums; and that order is the same in any company, so that a sequence's values do
 not depend, to the last bit, on the batch, the chunks or the padding it runs in. `declared`: every tensor is rounded to
 the type the network declares for it, as TensorRT's strong typing does; sums still accumulate in fp32, as its kernels
-do. `fast`: 16-bit floats are all bf16 where the processor multiplies it fast, and fp32 elsewhere; kernels are chosen by
+do.
+`fast`: 16-bit floats are all bf16 where the processor multiplies it fast, and fp32 elsewhere; kernels are chosen by
 the number of rows; packed INT4 and INT8 weights multiply inputs that are rounded to 16-bit integers, and INT4 those of
-many rows rounded to 8 bits, as llama.cpp does (native/linear.c); what a fused kernel keeps wider than declared stays so, and attention may round scores and
-probabilities to bf16, as transformers' eager attention does. Integers, booleans and quantized types are the same in
-all.
+many rows rounded to 8 bits, as llama.cpp does (native/linear.c); what a fused kernel keeps wider than declared stays
+so, and attention may round scores and probabilities to bf16, as transformers' eager attention does. Integers, booleans
+and quantized types are the same in all.
 """
 
 from __future__ import annotations
