@@ -6,11 +6,13 @@ Copied into the version folder of `tensorrt_llm_bls`. Knows nothing of Triton, s
 from __future__ import annotations
 
 import re
+from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Any
 
 import numpy as np
 import numpy.typing as npt
+from trtseek_parameters import RETURN_IDS, read_choice
 from trtseek_text import RequestError, Tokenizer, check_sizes, encode_bias, encode_words
 
 Arrays = dict[str, npt.NDArray[Any]]
@@ -69,8 +71,11 @@ class Prompt:
     wanted: tuple[str, ...]
 
 
-def read_prompts(tokenizer: Tokenizer, inputs: Arrays, *, max_bytes: int) -> list[Prompt]:
-    """One for each row. Raises RequestError, which names the tensor; for texts of more than `max_bytes` too."""
+def read_prompts(
+    tokenizer: Tokenizer, inputs: Arrays, *, max_bytes: int, parameters: Mapping[str, Any]
+) -> list[Prompt]:
+    """One for each row. `parameters`: the protocol's. Raises RequestError, which names the tensor; for texts of more
+    than `max_bytes` too."""
     if unserved := sorted(
         name for name, array in inputs.items() if array.size and name not in (*READ_HERE, *PASSED_ON)
     ):
@@ -81,6 +86,10 @@ def read_prompts(tokenizer: Tokenizer, inputs: Arrays, *, max_bytes: int) -> lis
     if "max_tokens" not in inputs:
         raise RequestError("max_tokens: is missing")
     check_sizes(inputs, TEXTS, max_bytes)
+    try:
+        returned = ("output_ids",) if read_choice(parameters, RETURN_IDS) else ()
+    except ValueError as error:
+        raise RequestError(str(error)) from None
     texts = inputs[given[0]].reshape(-1)
     stops = _read_strings(inputs, "stop_words", len(texts))
     prompts = []
@@ -99,8 +108,9 @@ def read_prompts(tokenizer: Tokenizer, inputs: Arrays, *, max_bytes: int) -> lis
                 stops=stops[row],
                 streams=streams,
                 repeats=not streams and given[0] == "text_input" and not _flag(inputs, "exclude_input_in_output", row),
-                wanted=tuple(
-                    output for name, outputs in OUTPUTS_OF.items() if _flag(inputs, name, row) for output in outputs
+                wanted=(
+                    *returned,
+                    *(output for name, outputs in OUTPUTS_OF.items() if _flag(inputs, name, row) for output in outputs),
                 ),
             )
         )

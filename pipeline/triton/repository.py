@@ -141,14 +141,15 @@ def describe_models(config: Config, paths: Paths, *, network_digest: str, engine
 
 
 def build_own_configs(models: Models) -> dict[str, Any]:
-    """This flavour's ModelConfigs. Its `ensemble` has an ensemble's tensors and is none: the code of tensorrt_llm_bls
-    by another name, as Triton passes no cancellation on to an ensemble's steps."""
+    """This flavour's ModelConfigs. Its `ensemble` has an ensemble's tensors, with output_ids, and is none: the code of
+    tensorrt_llm_bls by another name, as Triton passes no cancellation on to an ensemble's steps."""
     configs = build_configs(models)
     ensemble = configs["ensemble"]
     ensemble.ClearField("platform")
     ensemble.ClearField("ensemble_scheduling")
     ensemble.backend = configs["tensorrt_llm_bls"].backend
     ensemble.model_transaction_policy.CopyFrom(configs["tensorrt_llm_bls"].model_transaction_policy)
+    ensemble.output.extend(output for output in configs["tensorrt_llm_bls"].output if output.name == "output_ids")
     return configs
 
 

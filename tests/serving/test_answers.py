@@ -197,6 +197,9 @@ def test_text_is_the_decoded_tokens(served, client, tokenizer, stream):
     answer = client.ask(Query(text=text, options={"max_tokens": 20, **QUIET}, stream=stream), timeout=60)
     assert answer.text == tokenizer.decode(ids, skip_special_tokens=True)
     assert answer.num_output_tokens == 20
+    assert answer.output_ids is None
+    again = client.ask(Query(text=text, options={"max_tokens": 20, **QUIET}, stream=stream, ids=True), timeout=60)
+    assert (again.output_ids, again.text) == (ids, answer.text)
 
 
 def test_a_chat_goes_through_the_template(served, client, tokenizer):
@@ -218,7 +221,9 @@ def test_a_stop_string_ends_an_answer(server, client):
 
 def test_the_ensemble_answers_too(url, client):
     whole = client.ask(Query(text="hello", options={"max_tokens": 12, **QUIET}), timeout=60).text
-    (response,), _ = raw(url, "ensemble", text_of("hello", 12, exclude_input_in_output=[[True]]))
+    ids = {"return_output_ids": True}
+    (response,), _ = raw(url, "ensemble", text_of("hello", 12, exclude_input_in_output=[[True]]), parameters=ids)
+    assert response["output_ids"].shape == (1, 1, 12)
     assert response["text_output"].reshape(-1)[0].decode() == whole
     responses, _ = raw(url, "ensemble", text_of("hello", 12, stream=[[True]]))
     assert len(responses) > 1

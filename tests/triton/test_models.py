@@ -82,7 +82,7 @@ def load(package, monkeypatch):
     def start(model, source=None, **parameters):
         folder = package.path / model
         monkeypatch.syspath_prepend(str(folder / "1"))
-        for name in ("text", "chat", "stream", "answer"):
+        for name in ("parameters", "text", "chat", "stream", "answer"):
             monkeypatch.delitem(sys.modules, f"trtseek_{name}", raising=False)
         spec = importlib.util.spec_from_file_location(f"{model}_model", source or folder / "1" / "model.py")
         module = importlib.util.module_from_spec(spec)

@@ -77,7 +77,9 @@ class TritonPythonModel:
         """Answers one request, whatever happens: a request without an answer makes its client wait for ever."""
         prompts: list[Prompt] = []
         with answering(call):
-            prompts = read_prompts(self.tokenizer, call.inputs, max_bytes=self.max_bytes)
+            prompts = read_prompts(
+                self.tokenizer, call.inputs, max_bytes=self.max_bytes, parameters=call.parameters
+            )
         threads = [
             threading.Thread(target=self._serve_row, args=(call, row, prompt, len(prompts)))
             for row, prompt in enumerate(prompts[1:], 1)

@@ -1,0 +1,47 @@
+"""What a request may carry beside its tensors: the protocol's parameters.
+
+Triton's `generate` makes a parameter of each JSON key that is no input of the model, so a misspelt input comes as one:
+what is not known is refused by name, as nobody would see that it had no effect.
+
+Copied into the version folders of the text models. Knows nothing of Triton, so it is tested without it.
+"""
+
+from __future__ import annotations
+
+import difflib
+from collections.abc import Collection, Mapping
+from typing import Any
+
+RETURN_IDS = "return_output_ids"  # of a text model's answer; tensorrt_llm's always has them
+KNOWN = ("cache_salt", "min_p", "priority_class", "queue_timeout_ms", RETURN_IDS, "timeout_ms")
+# Triton's, which its clients add and it does not always take out; so do all that begin like the last.
+TRITONS = ("binary_data_output", "id", "priority", "sequence_end", "sequence_id", "sequence_start", "timeout")
+TRITONS_PREFIX = "triton_"
+
+
+def find_problem(parameters: Mapping[str, Any], model: str, inputs: Collection[str]) -> tuple[str, str, str] | None:
+    """Of the first parameter that is not known: its name, what is wrong, and what to do. `inputs`: what the model that
+    was asked takes as tensors; none where a model is asked by another, and cannot know."""
+    for name in parameters:
+        if name in KNOWN or name in TRITONS or name.startswith(TRITONS_PREFIX):
+            continue
+        if name in inputs:
+            return name, f"is an input of {model}, and came as a parameter", "send it as a tensor"
+        known = f"parameters: {', '.join(KNOWN)}"
+        if not inputs:
+            return name, "is neither a known parameter nor an input of the model that was asked", known
+        (*near,) = difflib.get_close_matches(name, [*KNOWN, *inputs], n=1)
+        meant = f"did you mean {near[0]}? " if near else ""
+        problem = f"is neither a parameter nor an input of {model}"
+        return name, problem, f"{meant}{known}; inputs: {', '.join(sorted(inputs))}"
+    return None
+
+
+def read_choice(parameters: Mapping[str, Any], name: str) -> bool:
+    """A parameter that is true or false; false where it is not given. Raises ValueError."""
+    value = parameters.get(name, False)
+    if isinstance(value, str):
+        value = {"true": True, "false": False}.get(value.lower(), value)
+    if not isinstance(value, bool):
+        raise ValueError(f"{name}: is {value!r}, not true or false")
+    return value
