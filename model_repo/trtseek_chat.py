@@ -55,6 +55,7 @@ READ_HERE = (
     "stream",
     "text_input",
 )
+SERVED = (*READ_HERE, *PASSED_ON)
 TEXTS = ("text_input", "messages", "stop_words", "bad_words", "embedding_bias_words")
 
 
@@ -75,10 +76,8 @@ def read_prompts(
     tokenizer: Tokenizer, inputs: Arrays, *, max_bytes: int, parameters: Mapping[str, Any]
 ) -> list[Prompt]:
     """One for each row. `parameters`: the protocol's. Raises RequestError, which names the tensor; for texts of more
-    than `max_bytes` too."""
-    if unserved := sorted(
-        name for name, array in inputs.items() if array.size and name not in (*READ_HERE, *PASSED_ON)
-    ):
+    than `max_bytes` too. Raises ParameterError."""
+    if unserved := sorted(name for name, array in inputs.items() if array.size and name not in SERVED):
         raise RequestError(f"{', '.join(unserved)}: not served; this model takes text only")
     given = [name for name in ("text_input", "messages") if name in inputs]
     if len(given) != 1:
@@ -86,10 +85,7 @@ def read_prompts(
     if "max_tokens" not in inputs:
         raise RequestError("max_tokens: is missing")
     check_sizes(inputs, TEXTS, max_bytes)
-    try:
-        returned = ("output_ids",) if read_choice(parameters, RETURN_IDS) else ()
-    except ValueError as error:
-        raise RequestError(str(error)) from None
+    returned = ("output_ids",) if read_choice(parameters, RETURN_IDS) else ()
     texts = inputs[given[0]].reshape(-1)
     stops = _read_strings(inputs, "stop_words", len(texts))
     prompts = []

@@ -19,29 +19,36 @@ TRITONS = ("binary_data_output", "id", "priority", "sequence_end", "sequence_id"
 TRITONS_PREFIX = "triton_"
 
 
-def find_problem(parameters: Mapping[str, Any], model: str, inputs: Collection[str]) -> tuple[str, str, str] | None:
-    """Of the first parameter that is not known: its name, what is wrong, and what to do. `inputs`: what the model that
-    was asked takes as tensors; none where a model is asked by another, and cannot know."""
+class ParameterError(ValueError):
+    """The parameter `name` cannot be served; the message, which is the client's, names it, too."""
+
+    def __init__(self, name: str, problem: str, hint: str) -> None:
+        super().__init__(f"{name}: {problem} ({hint})")
+        self.name, self.problem, self.hint = name, problem, hint
+
+
+def check_parameters(parameters: Mapping[str, Any], model: str, inputs: Collection[str]) -> None:
+    """Raises ParameterError for one that is not known. `inputs`: what the model that was asked takes as tensors; none
+    where another model may be in between, and it cannot be known."""
     for name in parameters:
         if name in KNOWN or name in TRITONS or name.startswith(TRITONS_PREFIX):
             continue
         if name in inputs:
-            return name, f"is an input of {model}, and came as a parameter", "send it as a tensor"
+            raise ParameterError(name, f"is an input of {model}, and came as a parameter", "send it as a tensor")
         known = f"parameters: {', '.join(KNOWN)}"
         if not inputs:
-            return name, "is neither a known parameter nor an input of the model that was asked", known
-        (*near,) = difflib.get_close_matches(name, [*KNOWN, *inputs], n=1)
+            raise ParameterError(name, "is neither a parameter nor an input of the model that was asked", known)
+        near = difflib.get_close_matches(name, [*KNOWN, *inputs], n=1)
         meant = f"did you mean {near[0]}? " if near else ""
         problem = f"is neither a parameter nor an input of {model}"
-        return name, problem, f"{meant}{known}; inputs: {', '.join(sorted(inputs))}"
-    return None
+        raise ParameterError(name, problem, f"{meant}{known}; inputs: {', '.join(sorted(inputs))}")
 
 
 def read_choice(parameters: Mapping[str, Any], name: str) -> bool:
-    """A parameter that is true or false; false where it is not given. Raises ValueError."""
+    """A parameter that is true or false; false where it is not given. Raises ParameterError."""
     value = parameters.get(name, False)
     if isinstance(value, str):
         value = {"true": True, "false": False}.get(value.lower(), value)
     if not isinstance(value, bool):
-        raise ValueError(f"{name}: is {value!r}, not true or false")
+        raise ParameterError(name, f"is {value!r}", "true or false")
     return value

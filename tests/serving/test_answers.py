@@ -308,6 +308,24 @@ def test_bad_tensors(url, others, message):
     assert error.startswith(message)
 
 
+@pytest.mark.parametrize("model", ["tensorrt_llm", "tensorrt_llm_bls", "ensemble"])
+def test_a_misspelt_input_is_refused(server, url, client, model):
+    """Triton makes a parameter of it. Its own pass, and so do those that its clients add."""
+    asked = text_of("hello", 2) if model != "tensorrt_llm" else tokens_of([5, 6], 2)
+    body = {name: array[0].tolist() for name, array in asked.items() if name != "text_input"} | {"temprature": 0.5}
+    body |= {"text_input": "hello"} if model != "tensorrt_llm" else {}
+    told = f"temprature.* is neither a parameter nor an input of {model} .did you mean temperature"
+    with pytest.raises(urllib.error.HTTPError) as caught:
+        post(server, f"/v2/models/{model}/generate", json.dumps(body).encode())
+    with caught.value as error:
+        assert re.match(told, json.loads(error.read())["error"])
+    responses, (error,) = raw(url, model, asked, parameters={"temprature": "0.5"})
+    assert responses == [] and re.match(told, error)
+    body = {**body, "id": "7", "priority": 0, "timeout": 10**7, "sequence_id": 0, "parameters": {"min_p": "0.1"}}
+    del body["temprature"]
+    assert json.loads(post(server, f"/v2/models/{model}/generate", json.dumps(body).encode()))["id"] == "7"
+
+
 def test_a_bad_row_of_a_batch_is_refused_with_it(url):
     tensors = {
         "input_ids": np.array([[5], [6]], np.int32),

@@ -248,8 +248,27 @@ def test_ids_are_told_where_they_are_asked_for(modules, tokenizer):
     for choice, wanted in ((True, ("output_ids",)), ("true", ("output_ids",)), (False, ()), ("false", ())):
         read = modules["chat"].read_prompts(tokenizer, inputs, max_bytes=100, parameters={"return_output_ids": choice})
         assert [prompt.wanted for prompt in read] == [wanted, wanted]
-    with pytest.raises(modules["text"].RequestError, match="return_output_ids: is 1, not true or false"):
+    with pytest.raises(modules["parameters"].ParameterError, match=r"return_output_ids: is 1 \(true or false\)"):
         modules["chat"].read_prompts(tokenizer, inputs, max_bytes=100, parameters={"return_output_ids": 1})
+
+
+def test_a_parameter_that_nobody_knows_is_refused(modules):
+    """As an input whose name is wrong comes from `generate`."""
+    check, served = modules["parameters"].check_parameters, modules["chat"].SERVED
+    check({"min_p": 0.1, "priority": 1, "sequence_id": 3, "triton_final_response": True}, "m", served)
+    for name, message in (
+        (
+            "temprature",
+            r"temprature: is neither a parameter nor an input of m \(did you mean temperature\? parameters: ",
+        ),
+        ("timout_ms", r"timout_ms: .*did you mean timeout_ms\?"),
+        ("zzz", r"zzz: .* \(parameters: cache_salt, .*; inputs: bad_words, .*text_input, top_k, top_p\)"),
+        ("max_tokens", r"max_tokens: is an input of m, and came as a parameter"),
+    ):
+        with pytest.raises(modules["parameters"].ParameterError, match=message):
+            check({"min_p": 0.1, name: 1}, "m", served)
+    with pytest.raises(modules["parameters"].ParameterError, match="nor an input of the model that was asked"):
+        check({"temprature": 1}, "preprocessing", ())
 
 
 def test_errors_name_the_text_requests_tensors(modules):

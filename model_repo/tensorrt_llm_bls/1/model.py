@@ -16,8 +16,9 @@ from typing import Any
 
 import triton_python_backend_utils as pb_utils
 from trtseek_answer import Answer, Arrays
-from trtseek_chat import Prompt, build_inputs, read_prompts, rename_fields
+from trtseek_chat import SERVED, Prompt, build_inputs, read_prompts, rename_fields
 from trtseek_child import ChildError, Conversation
+from trtseek_parameters import ParameterError, check_parameters
 from trtseek_text import (
     DRAINING,
     RequestError,
@@ -42,7 +43,7 @@ class TritonPythonModel:
             add_special_tokens=read_flag(parameters, "add_special_tokens"),
             skip_special_tokens=read_flag(parameters, "skip_special_tokens"),
         )
-        self.child = parameters["tensorrt_llm_model_name"]
+        self.name, self.child = args["model_name"], parameters["tensorrt_llm_model_name"]
         self.accumulates = read_flag(parameters, "accumulate_tokens")
         self.max_bytes = int(parameters["max_prompt_bytes"])
         self._streams: dict[Conversation, Call] = {}
@@ -77,9 +78,8 @@ class TritonPythonModel:
         """Answers one request, whatever happens: a request without an answer makes its client wait for ever."""
         prompts: list[Prompt] = []
         with answering(call):
-            prompts = read_prompts(
-                self.tokenizer, call.inputs, max_bytes=self.max_bytes, parameters=call.parameters
-            )
+            check_parameters(call.parameters, self.name, SERVED)
+            prompts = read_prompts(self.tokenizer, call.inputs, max_bytes=self.max_bytes, parameters=call.parameters)
         threads = [
             threading.Thread(target=self._serve_row, args=(call, row, prompt, len(prompts)))
             for row, prompt in enumerate(prompts[1:], 1)
@@ -178,7 +178,7 @@ def answering(call: Call) -> Iterator[None]:
     """What is raised within is the answer."""
     try:
         yield
-    except RequestError as error:
+    except (RequestError, ParameterError) as error:
         call.fail(str(error), pb_utils.TritonError.INVALID_ARG)
     except Exception as error:
         pb_utils.Logger.log_error(f"a request failed: {error!r}")
