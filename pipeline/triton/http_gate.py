@@ -16,6 +16,7 @@ from typing import TYPE_CHECKING, Any
 from model_repo.trtseek_text import DRAINING
 from pipeline.triton.addresses import refuse
 from pipeline.triton.gate import CLOSE_S, Gate, LostError
+from pipeline.triton.owed import Owed
 
 if TYPE_CHECKING:
     from aiohttp import ClientSession, web
@@ -94,16 +95,17 @@ class HttpGate(Gate):
         left_out = HOP_BY_HOP | {"content-encoding"} if undone else HOP_BY_HOP
         headers = {name: value for name, value in request.headers.items() if name.lower() not in left_out}
         response: web.StreamResponse | None = None
-        models = {match[1]} if (match := _MODEL.match(request.path)) else set()
+        owed = Owed(match[1]) if (match := _MODEL.match(request.path)) else Owed()
         try:
             async with (
-                self._losable(models),
+                self._losable(owed),
                 session.request(request.method, url, headers=headers, data=body or None) as answer,
             ):
                 kept = {name: value for name, value in answer.headers.items() if name.lower() not in HOP_BY_HOP}
                 response = web.StreamResponse(status=answer.status, headers=kept)
                 await response.prepare(request)
                 async for chunk in answer.content.iter_any():
+                    owed.hear()
                     await response.write(chunk)
         except (ClientError, LostError) as lost:
             status, reason = (503, str(lost)) if isinstance(lost, LostError) else (502, self.absence)
