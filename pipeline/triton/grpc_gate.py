@@ -99,28 +99,58 @@ def _make_handler(gate: GrpcGate, channel: Any) -> Any:
 async def _relay(method: str, context: Any, channel: Any, owed: Owed, absence: Callable[[], str]) -> None:
     """One call, from a client to Triton and back. `owed` is told what passes. `absence`: as Gate has it."""
     import grpc
-    from grpc import aio
 
     metadata = _pass_on(context.invocation_metadata())
     call = channel.stream_stream(method)(metadata=metadata, timeout=context.time_remaining())
     asking = asyncio.ensure_future(_ask(context, call, owed))
+    answering = asyncio.ensure_future(_answer(context, call, owed if method == STREAM else None))
     try:
-        with contextlib.suppress(aio.AioRpcError):  # which is what the call's code says
-            while (answer := await call.read()) is not aio.EOF:
-                if method == STREAM:
-                    owed.hear_stream(answer)
-                await context.write(answer)
+        # A read that is cancelled cancels the call, which is to be decided below.
+        await asyncio.shield(answering)
         code, text = await call.code(), await call.details()
     finally:
         asking.cancel()
-        call.cancel()
         with contextlib.suppress(asyncio.CancelledError):
             await asking
+        if method == STREAM and not owed.models and not call.done():
+            _parting.add(parting := asyncio.ensure_future(_part(call, answering)))
+            parting.add_done_callback(_parting.discard)
+        else:
+            call.cancel()
+        answering.add_done_callback(lambda ended: ended.cancelled() or ended.exception())  # which nobody waits for
     if code is grpc.StatusCode.UNAVAILABLE and channel.get_state() is not grpc.ChannelConnectivity.READY:
         text = absence()
     context.set_trailing_metadata(_pass_on(await call.trailing_metadata()))
     if code is not grpc.StatusCode.OK:
         await context.abort(code, text or "")
+
+
+async def _answer(context: Any, call: Any, owed: Owed | None) -> None:
+    """Triton's messages, to the client."""
+    from grpc import aio
+
+    with contextlib.suppress(aio.AioRpcError):  # which is what the call's code says
+        while (answer := await call.read()) is not aio.EOF:
+            if owed is not None:
+                owed.hear_stream(answer)
+            await context.write(answer)
+
+
+_parting: set[asyncio.Future[None]] = set()  # asyncio itself does not keep them
+
+
+async def _part(call: Any, answering: asyncio.Future[None]) -> None:
+    """Ends a stream whose client has gone with all of its answers. It is not cancelled: of a request that is cancelled
+    just when it ends Triton 24.10 keeps the model for ever, so that it cannot be unloaded at the end, or crashes."""
+    try:
+        async with asyncio.timeout(CLOSE_S):
+            await call.done_writing()
+            await answering
+    except Exception:  # the call has ended by itself, or will not
+        pass
+    finally:
+        call.cancel()
+        answering.cancel()
 
 
 async def _ask(context: Any, call: Any, owed: Owed) -> None:
@@ -131,7 +161,7 @@ async def _ask(context: Any, call: Any, owed: Owed) -> None:
         while (message := await context.read()) is not aio.EOF:
             owed.ask(message)
             await call.write(message)
-        await call.done_writing()
+        await asyncio.shield(call.done_writing())  # cancelled, it would cancel the call
     except aio.AioRpcError:
         pass  # the call has ended, and says so where its answers are read
     except asyncio.InvalidStateError:

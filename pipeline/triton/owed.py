@@ -2,8 +2,8 @@
 last. Of gRPC's messages only the first fields are read, which come before the tensors, however large those are.
 
 Triton says of an answer in a stream whether it is the request's last, with one exception: where a model ends an answer
-with nothing more, as the text models do, a client is told of it only if it has asked for that (tritonclient's
-`enable_empty_final_response`). Without, such a model owes the stream an answer for as far as anybody can know.
+with nothing more, a client is told of it only if it has asked for that (tritonclient's `enable_empty_final_response`).
+Without, such a model owes the stream an answer for as far as anybody can know.
 """
 
 from __future__ import annotations

@@ -26,7 +26,7 @@ from pipeline.triton.grpc_gate import GrpcGate
 from pipeline.triton.http_gate import HttpGate
 from pipeline.triton.instances import Instances, find_askers
 from pipeline.triton.package import EXECUTOR, read_configs
-from pipeline.triton.server import UNLOAD_S, TritonServer
+from pipeline.triton.server import TritonServer
 
 WATCH_S = 0.5
 # Of a model of which another instance lives: what came from the dead one is through after the first, and who has heard
@@ -36,6 +36,9 @@ ECHO_S, LISTEN_S = 0.5, 5.0
 # What has been in flight is seen to be over when nothing is for so long: a model publishes its metrics twice a second.
 SETTLE_S = 1.0
 _REQUESTS = re.compile(r"^nv_trt_llm_request_metrics\{([^}]*)\} (\S+)", re.MULTILINE)
+# Until a server that has answered everything is killed: its models take two seconds to end, of which Triton 24.10 waits
+# for ever for one that owes a request which it has lost count of, as that of a process that died.
+SPARE_S = 5.0
 # More repairs than this within the hour: something is wrong that a repair does not cure.
 MAX_REPAIRS, REPAIR_WINDOW_S = 6, 3600.0
 
@@ -115,8 +118,7 @@ class Supervisor:
             over = self._stopping.is_set() and not self._hurried and self._drain()
             for gate in self.gates:
                 gate.close()
-            # Nothing is in flight then, but Triton waits for clients whose connections stay open.
-            grace = UNLOAD_S if over else 1.0
+            grace = SPARE_S if over else 1.0
         finally:
             for gate in self.gates:
                 gate.fail(DRAINING)

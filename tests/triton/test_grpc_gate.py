@@ -31,6 +31,7 @@ class Upstream(service_pb2_grpc.GRPCInferenceServiceServicer):
 
     def __init__(self):
         self.gone, self.go, self.metadata, self.left = threading.Event(), threading.Event(), {}, None
+        self.finished = threading.Event()  # of a stream: no more requests come, and it was not cancelled
 
     def ServerReady(self, request, context):  # noqa: N802
         return service_pb2.ServerReadyResponse(ready=True)
@@ -64,6 +65,9 @@ class Upstream(service_pb2_grpc.GRPCInferenceServiceServicer):
                 if request.model_name != "endless":
                     break
                 time.sleep(0.02)
+        time.sleep(0.2)  # of a stream that is cancelled, the end of its requests is seen first
+        if context.is_active():
+            self.finished.set()
 
 
 class Health(grpc.GenericRpcHandler):
@@ -269,6 +273,18 @@ def test_what_a_failed_model_owes_is_ended_and_nothing_else(gate, client, upstre
         client.async_stream_infer("endless", make_inputs(10))
         assert int(replies.get(timeout=10)) < 100
         client.stop_stream(cancel_requests=True)
+
+
+@pytest.mark.parametrize(("model", "answered"), [("ending", True), ("m", False)])
+def test_who_goes_with_all_answers_cancels_nothing(client, upstream, model, answered):
+    """Triton does not stand it: a request that is cancelled just when it ends."""
+    replies = start_stream(client)
+    client.async_stream_infer(model, make_inputs(10), request_id="7")
+    assert isinstance(replies.get(timeout=10), str)
+    client.stop_stream(cancel_requests=True)
+    assert upstream.gone.wait(10)
+    wait_for(lambda: upstream.finished.is_set() or not answered)
+    assert upstream.finished.is_set() is answered
 
 
 def test_a_stream_outlives_a_model_that_has_answered_it(gate, client, upstream):

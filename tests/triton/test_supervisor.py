@@ -11,8 +11,8 @@ from pipeline.triton import MODEL_REPO
 from pipeline.triton.addresses import Addresses
 from pipeline.triton.errors import ServerError
 from pipeline.triton.installation import find_installation
-from pipeline.triton.server import UNLOAD_S, TritonServer
-from pipeline.triton.supervisor import ECHO_S, SETTLE_S, Patience, Supervisor
+from pipeline.triton.server import TritonServer
+from pipeline.triton.supervisor import ECHO_S, SETTLE_S, SPARE_S, Patience, Supervisor
 
 
 def test_a_taken_http_port_is_named_and_nothing_of_the_current_folder_is_removed(tmp_path, monkeypatch):
@@ -80,7 +80,7 @@ def close(busy, *, grace, stops=1):
 
 def test_at_the_end_new_requests_are_refused_and_those_in_flight_waited_for():
     done, said, seconds = close(5, grace=30)
-    assert (done, said) == (["drain", UNLOAD_S], [])
+    assert (done, said) == (["drain", SPARE_S], [])
     assert seconds >= 0.4 + SETTLE_S
 
 
@@ -93,7 +93,7 @@ def test_what_is_in_flight_after_the_grace_is_ended(busy):
 
 
 def test_without_grace_an_idle_server_ends_in_silence():
-    assert close(0, grace=0)[:2] == (["drain", UNLOAD_S], [])
+    assert close(0, grace=0)[:2] == (["drain", SPARE_S], [])
 
 
 def test_a_server_that_serves_no_more_is_not_waited_for():

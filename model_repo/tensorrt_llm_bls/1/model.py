@@ -111,7 +111,7 @@ class TritonPythonModel:
                 "outputs": answer.outputs,
             }
             for arrays in conversation.ask(head, inputs):
-                call.send(answer.add(arrays))
+                call.send(answer.add(arrays), may_be_last=conversation.ended or answer.stopped)
                 if answer.stopped:
                     conversation.stop()
         except ChildError as error:
@@ -120,7 +120,7 @@ class TritonPythonModel:
         finally:
             with self._lock:
                 self._streams.pop(conversation, None)
-        call.send(answer.finish())
+        call.send(answer.finish(), may_be_last=True)
 
     def _watch(self) -> None:
         count = 0
@@ -141,6 +141,7 @@ class Call:
     ) -> None:
         self.inputs, self.request_id, self.parameters, self.timeout = inputs, request_id, parameters, timeout
         self._sender, self._closed = sender, False
+        self._held: Any = None
         self._error: Any = None
         # Triton crashes when it is asked about a request whose final response it has.
         self._closing = threading.Lock()
@@ -150,20 +151,34 @@ class Call:
             return not self._closed and bool(self._sender.is_cancelled())
 
     def close(self) -> None:
-        """Sends the final flag; with the last error, as a client that sees one often does not wait for what follows,
-        and Triton keeps a request for ever that is cancelled between its last response and a final flag."""
+        """Sends the final flag, with the last response or error where it was held until now: a client that sees it
+        often does not wait for what follows, and of a request that is cancelled between its last response and a final
+        flag Triton 24.10 crashes, or keeps it for ever and cannot unload the model."""
         with self._closing:
             self._closed = True
-            if self._error is None:
-                self._sender.send(flags=FINAL)
-            else:
+            if self._error is not None:
+                self._release()
                 self._sender.send(self._error, flags=FINAL)
+            elif self._held is not None:
+                self._release(flags=FINAL)
+            else:
+                self._sender.send(flags=FINAL)
 
-    def send(self, responses: list[Arrays]) -> None:
+    def send(self, responses: list[Arrays], *, may_be_last: bool) -> None:
+        """The last of those that may be the last is held until another comes, or the end."""
         for arrays in responses:
-            # Held until they are sent: Triton 24.10 destroys what the client did not ask for without Python's lock.
+            # Kept until they are sent: Triton 24.10 destroys what the client did not ask for without Python's lock.
             tensors = [pb_utils.Tensor(name, array) for name, array in arrays.items()]
-            self._sender.send(pb_utils.InferenceResponse(tensors))
+            with self._closing:
+                self._release()
+                self._held = pb_utils.InferenceResponse(tensors), tensors
+                if not may_be_last:
+                    self._release()
+
+    def _release(self, **flags: int) -> None:
+        if self._held is not None:
+            self._sender.send(self._held[0], **flags)
+            self._held = None
 
     def fail(self, message: str, code: Any) -> None:
         """Keeps an error until `close`; another row's error before it is sent."""
