@@ -58,9 +58,10 @@ def command(
     """
     from pipeline.triton.addresses import Addresses
     from pipeline.triton.canary import check_package
-    from pipeline.triton.footprint import compare_with_free, estimate_memory
+    from pipeline.triton.footprint import estimate_memory
     from pipeline.triton.installation import find_installation
     from pipeline.triton.package import find_package
+    from pipeline.triton.serving_memory import compare_with_free
     from pipeline.triton.supervisor import Patience, Supervisor
 
     installation = find_installation(tritonserver)

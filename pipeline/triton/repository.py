@@ -34,7 +34,7 @@ from pipeline.triton.emission import (
     write_models,
 )
 from pipeline.triton.lint import check_repository
-from pipeline.triton.model_config import Models, build_configs, text_parameters
+from pipeline.triton.model_config import Models, build_configs, count_instances, text_parameters
 
 if TYPE_CHECKING:
     from pipeline.config.schema import Config
@@ -129,14 +129,7 @@ def describe_models(config: Config, paths: Paths, *, network_digest: str, engine
         max_batch_size=build.max_batch_size,
         max_queue_size=package.max_queue_size,
         parameters={**text, "ensemble": text["tensorrt_llm_bls"], "tensorrt_llm": executor},
-        # One engine and one process for each text path: more would hold another engine, or threads have them already.
-        instances={
-            "preprocessing": package.preprocessing_instances,
-            "tensorrt_llm": 1,
-            "postprocessing": package.postprocessing_instances,
-            "ensemble": 1,
-            "tensorrt_llm_bls": 1,
-        },
+        instances=count_instances(config),
     )
 
 

@@ -25,7 +25,8 @@ from pipeline.triton.gate import Gate
 from pipeline.triton.grpc_gate import GrpcGate
 from pipeline.triton.http_gate import HttpGate
 from pipeline.triton.instances import Instances, find_askers
-from pipeline.triton.package import EXECUTOR, read_configs
+from pipeline.triton.model_config import EXECUTOR
+from pipeline.triton.package import read_configs
 from pipeline.triton.server import TritonServer
 
 WATCH_S = 0.5
