@@ -328,6 +328,15 @@ def test_a_client_that_is_killed_is_gone_for_triton_too(gate, upstream):
     assert upstream.gone.wait(10)
 
 
+def test_who_speaks_tls_is_refused_and_others_are_answered(gate, client):
+    before = infer(client)
+    with InferenceServerClient(f"127.0.0.1:{gate.port}", ssl=True) as wrong:
+        with pytest.raises(InferenceServerException, match=r"(?i)tls|ssl|connect"):
+            wrong.is_server_live(client_timeout=10)
+        assert infer(client) == before
+    assert gate.in_flight == 0
+
+
 def test_an_absent_server_is_unavailable_and_one_that_comes_back_is_found():
     held = socket.socket()
     held.bind(("127.0.0.1", 0))
