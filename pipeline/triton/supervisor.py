@@ -28,6 +28,7 @@ from pipeline.triton.instances import Instances, find_askers
 from pipeline.triton.model_config import EXECUTOR
 from pipeline.triton.package import read_configs
 from pipeline.triton.server import TritonServer
+from pipeline.triton.shortage import ADVICE
 
 WATCH_S = 0.5
 # Of a model of which another instance lives: what came from the dead one is through after the first, and who has heard
@@ -178,7 +179,8 @@ class Supervisor:
                 f"{problem}, after {MAX_REPAIRS} repairs within the hour\n{self.server.errors()}".rstrip(),
                 hint=f"the log: {self.server.log}",
             )
-        self._say(problem)
+        cause = self.server.find_shortage()
+        self._say(f"{problem} ({cause}: {ADVICE})" if cause else problem)
         if self.server.running:
             try:
                 self._reload(self._instances.find_lost(self.server.stubs) or {EXECUTOR: False})
