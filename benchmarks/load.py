@@ -72,7 +72,7 @@ def run_jobs(url: str, jobs: Sequence[Job], clients: int) -> tuple[list[Seen], f
 
 
 def tokens_in(seen: Sequence[Seen]) -> int:
-    return sum(len(one.answer.output_ids) for one in seen if one.answer is not None)
+    return sum(len(one.answer.output_ids or ()) for one in seen if one.answer is not None)
 
 
 def percentile(values: Sequence[float], share: float) -> float:

@@ -16,7 +16,7 @@ from trtseek_text import Tokenizer
 Arrays = dict[str, npt.NDArray[Any]]
 
 # Outputs that belong to tokens, and are put end to end: the axis of the tokens.
-PER_TOKEN = {"output_log_probs": 2, "generation_logits": 2}
+PER_TOKEN = {"output_ids": 2, "output_log_probs": 2, "generation_logits": 2}
 
 
 class Sequence:
@@ -31,9 +31,9 @@ class Sequence:
         self.answered = False
 
     def add(self, arrays: Arrays, wanted: tuple[str, ...]) -> None:
-        length = int(arrays["sequence_length"].reshape(-1)[0])
-        self._say(self.finder.add(self.detokenizer.add(arrays["output_ids"].reshape(-1)[:length].tolist())))
-        self.keep(arrays, wanted)
+        ids = arrays["output_ids"][..., : int(arrays["sequence_length"].reshape(-1)[0])]
+        self._say(self.finder.add(self.detokenizer.add(ids.reshape(-1).tolist())))
+        self.keep({**arrays, "output_ids": ids}, wanted)
 
     def keep(self, arrays: Arrays, wanted: tuple[str, ...]) -> None:
         for name in wanted:
@@ -70,7 +70,7 @@ class Answer:
     @property
     def outputs(self) -> list[str]:
         """What to ask of `tensorrt_llm`."""
-        return ["output_ids", "sequence_length", "sequence_index", *self._prompt.wanted]
+        return list(dict.fromkeys(["output_ids", "sequence_length", "sequence_index", *self._prompt.wanted]))
 
     @property
     def stopped(self) -> bool:

@@ -6,11 +6,13 @@ Copied into the version folder of `tensorrt_llm_bls`. Knows nothing of Triton, s
 from __future__ import annotations
 
 import re
+from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Any
 
 import numpy as np
 import numpy.typing as npt
+from trtseek_parameters import RETURN_IDS, read_choice
 from trtseek_text import RequestError, Tokenizer, check_sizes, encode_bias, encode_words
 
 Arrays = dict[str, npt.NDArray[Any]]
@@ -53,6 +55,7 @@ READ_HERE = (
     "stream",
     "text_input",
 )
+SERVED = (*READ_HERE, *PASSED_ON)
 TEXTS = ("text_input", "messages", "stop_words", "bad_words", "embedding_bias_words")
 
 
@@ -69,11 +72,12 @@ class Prompt:
     wanted: tuple[str, ...]
 
 
-def read_prompts(tokenizer: Tokenizer, inputs: Arrays, *, max_bytes: int) -> list[Prompt]:
-    """One for each row. Raises RequestError, which names the tensor; for texts of more than `max_bytes` too."""
-    if unserved := sorted(
-        name for name, array in inputs.items() if array.size and name not in (*READ_HERE, *PASSED_ON)
-    ):
+def read_prompts(
+    tokenizer: Tokenizer, inputs: Arrays, *, max_bytes: int, parameters: Mapping[str, Any]
+) -> list[Prompt]:
+    """One for each row. `parameters`: the protocol's. Raises RequestError, which names the tensor; for texts of more
+    than `max_bytes` too. Raises ParameterError."""
+    if unserved := sorted(name for name, array in inputs.items() if array.size and name not in SERVED):
         raise RequestError(f"{', '.join(unserved)}: not served; this model takes text only")
     given = [name for name in ("text_input", "messages") if name in inputs]
     if len(given) != 1:
@@ -81,6 +85,7 @@ def read_prompts(tokenizer: Tokenizer, inputs: Arrays, *, max_bytes: int) -> lis
     if "max_tokens" not in inputs:
         raise RequestError("max_tokens: is missing")
     check_sizes(inputs, TEXTS, max_bytes)
+    returned = ("output_ids",) if read_choice(parameters, RETURN_IDS) else ()
     texts = inputs[given[0]].reshape(-1)
     stops = _read_strings(inputs, "stop_words", len(texts))
     prompts = []
@@ -99,8 +104,9 @@ def read_prompts(tokenizer: Tokenizer, inputs: Arrays, *, max_bytes: int) -> lis
                 stops=stops[row],
                 streams=streams,
                 repeats=not streams and given[0] == "text_input" and not _flag(inputs, "exclude_input_in_output", row),
-                wanted=tuple(
-                    output for name, outputs in OUTPUTS_OF.items() if _flag(inputs, name, row) for output in outputs
+                wanted=(
+                    *returned,
+                    *(output for name, outputs in OUTPUTS_OF.items() if _flag(inputs, name, row) for output in outputs),
                 ),
             )
         )

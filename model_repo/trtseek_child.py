@@ -24,12 +24,13 @@ class ChildError(Exception):
 
 
 class Conversation:
-    """One request of `tensorrt_llm`, on a connection of its own. `stop` may be called from any thread."""
+    """One request of `tensorrt_llm`, on a connection of its own. `stop` may be called from any thread. `ended`: what
+    came last is known to be all."""
 
     def __init__(self, model: str) -> None:
         self.model = model
         self._socket = socket.socket(socket.AF_UNIX, socket.SOCK_STREAM)
-        self._stopped = False
+        self._stopped = self.ended = False
 
     def ask(self, head: dict[str, Any], arrays: Arrays) -> Iterator[Arrays]:
         """The responses as they come; each is its tensors. Ends early, without an error, once stopped. Raises
@@ -67,6 +68,7 @@ class Conversation:
             if not piece:
                 raise OSError("it closed the connection")
             for head, arrays in unpacker.feed(piece):
+                self.ended = bool(head["final"])
                 if arrays:
                     yield arrays
                 if "error" in head:

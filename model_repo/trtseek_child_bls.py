@@ -36,7 +36,10 @@ class ChildError(Exception):
 
 class Conversation:
     """One request of `tensorrt_llm`. `stop` may be called from any thread: the request is told of it when its next
-    tokens come, by the thread that takes them."""
+    tokens come, by the thread that takes them. `ended`: what came last is known to be all, which Triton does not
+    tell."""
+
+    ended = False
 
     def __init__(self, model: str) -> None:
         self.model = model

@@ -11,16 +11,18 @@ from pipeline.cli.tables import print_table, print_title
 from pipeline.progress import format_amount, format_seconds
 
 if TYPE_CHECKING:
-    from collections.abc import Mapping
+    from collections.abc import Mapping, Sequence
     from pathlib import Path
 
     from pipeline.config.case import Case
     from pipeline.config.schema import Config
+    from pipeline.triton.serving_memory import Part
 
 
 def describe_host(case: Case) -> dict[str, Any]:
-    """Disk, memory and time of the stages that write much, as if none was made, and the disk that is free."""
-    from pipeline.stages.forecast import forecast
+    """Disk, memory and time of the stages that write much, as if none was made, and the disk that is free; what serving
+    takes of the memory."""
+    from pipeline.stages.forecast import forecast, forecast_serving
 
     rows = forecast(
         case.config,
@@ -30,10 +32,34 @@ def describe_host(case: Case) -> dict[str, Any]:
         fp8=case.converted_fp8 is not None,  # of the checkpoint, whatever the GPU has: that is checked elsewhere
         held=case.held_kinds,
     )
+    parts = forecast_serving(case.config, case.architecture, rows, dtype=case.dtype)
+    timed = {row.stage for row in rows if row.seconds is not None}
     return {
         "stages": [row.to_json() for row in rows],
         "disk_bytes": sum(row.disk_bytes for row in rows),
         "free_bytes": _free_bytes(case.config.output),
+        "not_timed": [stage for stage in name_stages(case) if stage not in timed],
+        "serving": None if parts is None else describe_serving(parts),
+    }
+
+
+def name_stages(case: Case) -> list[str]:
+    """Those that a run has, in order."""
+    from pipeline.stages.graph import load_stages
+
+    return [stage.name for stage in load_stages() if stage.applies(case.config)]
+
+
+def describe_serving(parts: Sequence[Part]) -> dict[str, Any]:
+    """As `serve` says at its start."""
+    from pipeline.triton.serving_memory import compare_with_free
+
+    words, fits = compare_with_free(parts)
+    return {
+        "processes": sum(part.processes for part in parts),
+        "memory_bytes": sum(part.nbytes for part in parts),
+        "fits": fits,
+        "words": words,
     }
 
 
@@ -78,5 +104,10 @@ def print_host(host: Mapping[str, Any]) -> None:
         rows.append((row["stage"], format_amount(row["disk_bytes"], "B"), memory, seconds))
     total = format_amount(host["disk_bytes"], "B")
     print_table([*rows, ("total", total, "", f"{format_amount(host['free_bytes'], 'B')} of disk are free")])
+    if host["not_timed"]:
+        stages = ", ".join(host["not_timed"])
+        click.echo(f"  not estimated: the time of {stages}, which depends on more than bytes (texts, samples, gates)")
+    if host["serving"] is not None:
+        click.echo(f"  to serve the package here: {host['serving']['words']}")
     if host["disk_bytes"] > host["free_bytes"]:
         click.secho("  more than the disk has left: set `output:` to a larger one", fg="red", bold=True)

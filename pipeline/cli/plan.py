@@ -34,7 +34,8 @@ def command(
     Makes nothing. The memory is computed from the checkpoint's headers and the limits in the config: weights, workspace
     and KV cache against the GPU's memory, and the largest batch for each context length; of several GPUs, what each
     holds, and what they send each other for a token. What a run takes of this host's disk, memory and time is
-    estimated. Of the other backends it says whether they could take this config, and what would change.
+    estimated, and what serving takes of its memory. Of the other backends it says whether they could take this config,
+    and what would change.
     """
     from pipeline.cli.exchanges import describe_exchanges, print_exchanges
     from pipeline.cli.foreign_memory import describe_foreign_memory, print_foreign_memory

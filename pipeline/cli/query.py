@@ -79,6 +79,7 @@ def command(
         "stop": stop,
         "parameters": {"priority_class": priority} if priority else {},
         "stream": not no_stream,
+        "ids": as_json,
     }
 
     def ask_for(text: str) -> dict[str, Any]:
@@ -110,7 +111,7 @@ def _ask_one(query: Query, url: str, timeout: float | None, as_json: bool) -> No
     if as_json:
         print_json(_to_json(answer))
     else:
-        click.echo("" if query.input_ids is None else ",".join(map(str, answer.output_ids)))
+        click.echo("" if query.input_ids is None else ",".join(map(str, answer.output_ids or ())))
 
 
 def _ask_many(queries: Sequence[Query], url: str, concurrency: int, timeout: float | None, as_json: bool) -> None:

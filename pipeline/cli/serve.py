@@ -28,7 +28,11 @@ MEGABYTE = 1 << 20
 @click.option("--metrics-port", type=click.IntRange(0, 65535), default=8002, show_default=True)
 @click.option("--max-request-mb", type=click.IntRange(1, 2047), default=16, show_default=True, help="Largest request.")
 @click.option("--grace", type=Seconds(), default=30.0, show_default=True, help="Seconds for requests at the end.")
-@click.option("--log", type=OutputFile(), help="Triton's log; else serve.log beside the package.")
+@click.option(
+    "--log",
+    type=OutputFile(),
+    help="Triton's log; else serve.log beside the package, or the next of its name that no other server writes.",
+)
 @click.option("--tritonserver", type=click.Path(path_type=Path), help="The server to run; else the one on PATH.")
 @click.option("--check", is_flag=True, help="Load the package, send one request, and exit.")
 @click.option(
@@ -58,21 +62,24 @@ def command(
     """
     from pipeline.triton.addresses import Addresses
     from pipeline.triton.canary import check_package
-    from pipeline.triton.footprint import compare_with_free, estimate_memory
+    from pipeline.triton.footprint import estimate_memory
     from pipeline.triton.installation import find_installation
     from pipeline.triton.package import find_package
+    from pipeline.triton.server_log import claim_log
+    from pipeline.triton.serving_memory import compare_with_free
     from pipeline.triton.supervisor import Patience, Supervisor
 
     installation = find_installation(tritonserver)
     package, default_log, rehearsal = _find(config_file, overrides, rehearse)
     found = find_package(package)
-    log = log or default_log
+    log = click.get_current_context().with_resource(claim_log(log or default_log, is_given=log is not None))
     if check:
         result = check_package(package, log=log, installation=installation, rehearsal=rehearsal)
         click.echo(f"{package}: models loaded in {result.loaded:.1f} s, a request answered in {result.answered:.2f} s")
         return
 
     def make_server(addresses: Addresses) -> TritonServer:
+        assert log is not None
         return found.make_server(installation, log=log, rehearsal=rehearsal, addresses=addresses, grace=grace)
 
     supervisor = Supervisor(

@@ -7,7 +7,7 @@ two cores that have nothing else to do; what was never measured has none.
 from __future__ import annotations
 
 import math
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING, Any
 
 from pipeline.checkpoint.foreign.counting import HeldKinds, count_bytes
@@ -20,12 +20,13 @@ from pipeline.engine.weights import NOTHING_HELD, estimate_weights
 from pipeline.quantization.selection import FORMATS, Decision, Rules
 
 if TYPE_CHECKING:
-    from collections.abc import Callable, Mapping
+    from collections.abc import Callable, Mapping, Sequence
 
     from pipeline.checkpoint.architecture import Architecture
     from pipeline.checkpoint.layouts import Mapping as Tensor
     from pipeline.checkpoint.tensors import TensorInfo
     from pipeline.config.schema import Config
+    from pipeline.triton.serving_memory import Part
 
 # Measured by `python -m benchmarks.scale memory`: bytes of 16-bit source per second, and peak memory at any size.
 CONVERT_RATE, CONVERT_MEMORY = 0.45e9, 270_000_000
@@ -115,6 +116,22 @@ def forecast(
         stages = ("job", "build") if config.target.backend == "tensorrt_llm" else ("build",)
         return [*rows, *(Forecast(stage=s, disk_bytes=weights, memory_bytes=None, seconds=None) for s in stages)]
     return [*rows, _forecast_build(config, architecture, weights)]
+
+
+def forecast_serving(
+    config: Config, architecture: Architecture, rows: Sequence[Forecast], *, dtype: str
+) -> tuple[Part, ...] | None:
+    """What serving the package takes of this host's memory, process by process; None where another image serves it.
+    `rows`: of `forecast`."""
+    from pipeline.stages.network import network_spec
+    from pipeline.triton.serving_memory import estimate_planned
+
+    if config.target.world.foreign:
+        return None
+    spec, parallel = network_spec(config, dtype), config.target.parallel.sizes
+    specs = [replace(spec, rank=rank) for rank in parallel.ranks] if parallel.world > 1 else [spec]
+    (checkpoint,) = [row for row in rows if row.stage in ("convert", "quantize")][-1:]
+    return estimate_planned(config, architecture, specs, checkpoint_bytes=checkpoint.disk_bytes)
 
 
 def _forecast_build(config: Config, architecture: Architecture, weights: int) -> Forecast:

@@ -52,8 +52,9 @@ def check_package(context: StageContext, folder: Path, checkpoint: Path) -> None
 
 def _find_shortage(folder: Path, rehearsal: Rehearsal | None) -> str | None:
     """Why serving it here would not fit in memory, if it would not."""
-    from pipeline.triton.footprint import compare_with_free, estimate_memory
+    from pipeline.triton.footprint import estimate_memory
     from pipeline.triton.package import find_package
+    from pipeline.triton.serving_memory import compare_with_free
 
     words, fits = compare_with_free(estimate_memory(find_package(folder), rehearsal))
     return None if fits else words

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import queue
+import threading
 import time
 from dataclasses import dataclass
 from pathlib import Path
@@ -50,3 +52,33 @@ def check_package(
             raise ServerError(
                 f"the package is loaded, and a first request failed: {error.message}", hint=f"the server's log: {log}"
             ) from error
+
+
+class Canaries:
+    """Canaries while the server serves, each in a thread: the end of serving does not wait for it."""
+
+    def __init__(self) -> None:
+        self._began = time.monotonic()
+        self._result: queue.SimpleQueue[str] = queue.SimpleQueue()
+        self._flying = False
+
+    def look(self, addresses: Addresses, *, every: float, timeout: float) -> str | None:
+        """Sends one when `every` so many seconds have gone; what was wrong with the last one, if anything was."""
+        if self._flying:
+            try:
+                error = self._result.get_nowait()
+            except queue.Empty:
+                return None
+            self._flying, self._began = False, time.monotonic()
+            return error or None
+        if time.monotonic() - self._began > every:
+            self._flying = True
+            threading.Thread(target=self._fly, args=(addresses, timeout), name="canary", daemon=True).start()
+        return None
+
+    def _fly(self, addresses: Addresses, timeout: float) -> None:
+        try:
+            send_canary(addresses, timeout)
+            self._result.put("")
+        except TrtseekError as error:
+            self._result.put(error.message)

@@ -12,7 +12,7 @@ from typing import TYPE_CHECKING, Any
 
 from pipeline.runtime.errors import ServingError
 from pipeline.triton.errors import ServerError
-from pipeline.triton.query import Query, build_inputs
+from pipeline.triton.query import Query, build_inputs, build_parameters
 
 if TYPE_CHECKING:
     import numpy.typing as npt
@@ -28,10 +28,11 @@ _FOREIGN = ("http://", "https://", "grpc://", "grpcs://")
 
 @dataclass(slots=True, kw_only=True)
 class Answer:
-    """What came back. Seconds count from when the query was sent; time_to_first: until the first text or token."""
+    """What came back; output_ids: None where none were asked for, or the server has none to give beside text. Seconds
+    count from when the query was sent; time_to_first: until the first text or token."""
 
     text: str = ""
-    output_ids: list[int] = field(default_factory=list)
+    output_ids: list[int] | None = None
     log_probs: list[float] = field(default_factory=list)
     num_input_tokens: int | None = None
     num_output_tokens: int | None = None
@@ -99,7 +100,7 @@ class Client:
                     build_inputs(query),
                     request_id=query.request_id,
                     enable_empty_final_response=True,
-                    parameters=dict(query.parameters) or None,
+                    parameters=build_parameters(query) or None,
                 )
             except InferenceServerException as refusal:
                 if _BROKEN not in refusal.message():  # nothing was sent, and nobody will answer
@@ -127,7 +128,7 @@ def _merge(answer: Answer, arrays: Mapping[str, npt.NDArray[Any]], began: float)
     if "text_output" in arrays:
         answer.text += arrays["text_output"].reshape(-1)[0].decode()
     if "output_ids" in arrays:
-        answer.output_ids += arrays["output_ids"].reshape(-1).tolist()
+        answer.output_ids = [*(answer.output_ids or ()), *arrays["output_ids"].reshape(-1).tolist()]
     if "output_log_probs" in arrays:
         answer.log_probs += arrays["output_log_probs"].reshape(-1).tolist()
     for name in ("num_input_tokens", "num_output_tokens"):

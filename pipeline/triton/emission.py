@@ -34,7 +34,7 @@ BY_TRITON = {"trtseek_child.py": "trtseek_child_bls.py"}
 
 def list_modules(child: Mapping[str, str]) -> dict[str, Mapping[str, str]]:
     """The code of each model that has its own. `child`: BY_SOCKET or BY_TRITON."""
-    text = {"trtseek_text.py": "trtseek_text.py"}
+    text = {name: name for name in ("trtseek_text.py", "trtseek_parameters.py")}
     answers = {name: name for name in ("trtseek_chat.py", "trtseek_stream.py", "trtseek_answer.py")}
     modules = {"preprocessing": text, "postprocessing": text, "tensorrt_llm_bls": {**text, **answers, **child}}
     return {model: {"model.py": f"{model}/{VERSION}/model.py", **others} for model, others in modules.items()}

@@ -8,11 +8,13 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
+import math
 import threading
 from abc import ABC, abstractmethod
 from collections.abc import AsyncIterator, Callable, Iterable
 
 from model_repo.trtseek_text import DRAINING
+from pipeline.triton.owed import Owed
 
 CLOSE_S = 5.0
 
@@ -35,8 +37,8 @@ class Gate(ABC):
         self.in_flight = 0
         self._started = threading.Event()
         self._error: Exception | None = None
-        # Of each call in flight: the models that it asked for, and what it is ended with.
-        self._calls: dict[asyncio.Timeout, set[str]] = {}
+        # Of each call in flight: what models owe it, and what it is ended with.
+        self._calls: dict[asyncio.Timeout, Owed] = {}
         self._reasons: dict[asyncio.Timeout, str] = {}
         self._thread = threading.Thread(target=self._run, name=type(self).__name__, daemon=True)
 
@@ -52,11 +54,15 @@ class Gate(ABC):
             self._tell(self._stop.set)
             self._thread.join(CLOSE_S + 1)
 
-    def fail(self, reason: str, models: Iterable[str] | None = None) -> None:
-        """Ends what is in flight, to these models or to all: of a model whose process has died Triton never answers
-        it."""
+    def fail(self, reason: str, models: Iterable[str] | None = None, *, silent_since: float = math.inf) -> None:
+        """Ends the calls that these models owe an answer, or all: of a model whose process has died Triton never
+        answers them. `silent_since`: only those that got no answer since that time of time.monotonic()."""
         if self._thread.is_alive():
-            self._tell(self._fail, reason, None if models is None else frozenset(models))
+            self._tell(self._fail, reason, None if models is None else frozenset(models), silent_since)
+
+    def count_silent(self, models: Iterable[str], since: float) -> int:
+        """The calls that `fail` would end."""
+        return sum(_is_lost(owed, frozenset(models), since) for owed in list(self._calls.values()))
 
     @property
     def open(self) -> bool:
@@ -96,12 +102,12 @@ class Gate(ABC):
             self._loop.call_soon_threadsafe(function, *arguments)
 
     @contextlib.asynccontextmanager
-    async def _losable(self, models: set[str]) -> AsyncIterator[None]:
-        """A call, which may ask for more `models` meanwhile. Raises LostError inside it when it is to be ended."""
+    async def _losable(self, owed: Owed) -> AsyncIterator[None]:
+        """A call, and what it is owed, which changes meanwhile. Raises LostError inside it when it is to be ended."""
         timeout = asyncio.timeout(None)
         try:
             async with timeout:
-                self._calls[timeout] = models
+                self._calls[timeout] = owed
                 yield
         except TimeoutError:
             if timeout not in self._reasons:
@@ -111,8 +117,12 @@ class Gate(ABC):
             self._calls.pop(timeout, None)
             self._reasons.pop(timeout, None)
 
-    def _fail(self, reason: str, models: frozenset[str] | None = None) -> None:
-        for timeout, asked in self._calls.items():
-            if timeout not in self._reasons and (models is None or not models.isdisjoint(asked)):
+    def _fail(self, reason: str, models: frozenset[str] | None = None, silent_since: float = math.inf) -> None:
+        for timeout, owed in self._calls.items():
+            if timeout not in self._reasons and _is_lost(owed, models, silent_since):
                 self._reasons[timeout] = reason
                 timeout.reschedule(self._loop.time())
+
+
+def _is_lost(owed: Owed, models: frozenset[str] | None, silent_since: float) -> bool:
+    return models is None or (not models.isdisjoint(owed.models) and owed.is_silent(silent_since))

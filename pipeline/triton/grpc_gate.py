@@ -1,7 +1,7 @@
 """The gRPC door in front of Triton's own: it bounds messages, says truly whether the server is ready, and drains.
 
 Triton 24.10 can be told none of that: its own limit is 2 GiB a message, fixed. Everything else is passed on as it is,
-message by message, of which only the model's name is read (0.15 ms of a core for each), and a client that cancels or
+message by message, of which only the first fields are read (0.15 ms of a core for each), and a client that cancels or
 goes away is gone for Triton too. What comes over a stream that is open already is passed on while draining: the models
 refuse it, as only they can tell an order to stop a request from a new one.
 """
@@ -16,6 +16,7 @@ from typing import TYPE_CHECKING, Any
 from model_repo.trtseek_text import DRAINING
 from pipeline.triton.addresses import listen
 from pipeline.triton.gate import CLOSE_S, Gate, LostError
+from pipeline.triton.owed import Owed
 
 if TYPE_CHECKING:
     import grpc
@@ -28,8 +29,6 @@ NOT_READY = {
     f"{HEALTH}Check": b"\x08\x02",  # status: NOT_SERVING
 }
 INFER, STREAM = f"{SERVICE}ModelInfer", f"{SERVICE}ModelStreamInfer"
-# How protobuf begins a ModelInferRequest's model_name (field 1, bytes that are counted), and what one byte can count.
-MODEL_NAME, LONGEST_NAME = 0x0A, 0x7F
 UNLIMITED = -1
 # Answers of any size; and when Triton is started again, whoever asks next is answered.
 UPSTREAM_OPTIONS = (
@@ -74,10 +73,10 @@ class GrpcGate(Gate):
             await context.abort(grpc.StatusCode.UNAVAILABLE, DRAINING)
         counts = method == INFER  # what is in flight on streams, which may stay open and idle, the models count
         self.in_flight += counts
-        models: set[str] = set()
+        owed = Owed()
         try:
-            async with self._losable(models):
-                await _relay(method, context, channel, models, lambda: self.absence)
+            async with self._losable(owed):
+                await _relay(method, context, channel, owed, lambda: self.absence)
         except LostError as lost:
             await context.abort(grpc.StatusCode.UNAVAILABLE, str(lost))
         finally:
@@ -97,24 +96,28 @@ def _make_handler(gate: GrpcGate, channel: Any) -> Any:
     return Handler()
 
 
-async def _relay(method: str, context: Any, channel: Any, models: set[str], absence: Callable[[], str]) -> None:
-    """One call, from a client to Triton and back. Adds the models that it asks for. `absence`: as Gate has it."""
+async def _relay(method: str, context: Any, channel: Any, owed: Owed, absence: Callable[[], str]) -> None:
+    """One call, from a client to Triton and back. `owed` is told what passes. `absence`: as Gate has it."""
     import grpc
-    from grpc import aio
 
     metadata = _pass_on(context.invocation_metadata())
     call = channel.stream_stream(method)(metadata=metadata, timeout=context.time_remaining())
-    asking = asyncio.ensure_future(_ask(context, call, models))
+    asking = asyncio.ensure_future(_ask(context, call, owed))
+    answering = asyncio.ensure_future(_answer(context, call, owed if method == STREAM else None))
     try:
-        with contextlib.suppress(aio.AioRpcError):  # which is what the call's code says
-            while (answer := await call.read()) is not aio.EOF:
-                await context.write(answer)
+        # A read that is cancelled cancels the call, which is to be decided below.
+        await asyncio.shield(answering)
         code, text = await call.code(), await call.details()
     finally:
         asking.cancel()
-        call.cancel()
         with contextlib.suppress(asyncio.CancelledError):
             await asking
+        if method == STREAM and not owed.models and not call.done():
+            _parting.add(parting := asyncio.ensure_future(_part(call, answering)))
+            parting.add_done_callback(_parting.discard)
+        else:
+            call.cancel()
+        answering.add_done_callback(lambda ended: ended.cancelled() or ended.exception())  # which nobody waits for
     if code is grpc.StatusCode.UNAVAILABLE and channel.get_state() is not grpc.ChannelConnectivity.READY:
         text = absence()
     context.set_trailing_metadata(_pass_on(await call.trailing_metadata()))
@@ -122,28 +125,47 @@ async def _relay(method: str, context: Any, channel: Any, models: set[str], abse
         await context.abort(code, text or "")
 
 
-async def _ask(context: Any, call: Any, models: set[str]) -> None:
-    """The client's messages, to Triton. Adds the models that they name."""
+async def _answer(context: Any, call: Any, owed: Owed | None) -> None:
+    """Triton's messages, to the client."""
+    from grpc import aio
+
+    with contextlib.suppress(aio.AioRpcError):  # which is what the call's code says
+        while (answer := await call.read()) is not aio.EOF:
+            if owed is not None:
+                owed.hear_stream(answer)
+            await context.write(answer)
+
+
+_parting: set[asyncio.Future[None]] = set()  # asyncio itself does not keep them
+
+
+async def _part(call: Any, answering: asyncio.Future[None]) -> None:
+    """Ends a stream whose client has gone with all of its answers. It is not cancelled: of a request that is cancelled
+    just when it ends Triton 24.10 keeps the model for ever, so that it cannot be unloaded at the end, or crashes."""
+    try:
+        async with asyncio.timeout(CLOSE_S):
+            await call.done_writing()
+            await answering
+    except Exception:  # the call has ended by itself, or will not
+        pass
+    finally:
+        call.cancel()
+        answering.cancel()
+
+
+async def _ask(context: Any, call: Any, owed: Owed) -> None:
+    """The client's messages, to Triton."""
     from grpc import aio
 
     try:
         while (message := await context.read()) is not aio.EOF:
-            models.add(read_model(message))
+            owed.ask(message)
             await call.write(message)
-        await call.done_writing()
+        await asyncio.shield(call.done_writing())  # cancelled, it would cancel the call
     except aio.AioRpcError:
         pass  # the call has ended, and says so where its answers are read
     except asyncio.InvalidStateError:
         pass
-
-
-def read_model(message: bytes) -> str:
-    """The model that a ModelInferRequest is for, "" where it is not its first field, as every library writes it: so
-    that the rest, which may be large, need not be read."""
-    tag, length = message[:2].ljust(2, b"\0")
-    if tag != MODEL_NAME or length > LONGEST_NAME:
-        return ""
-    return message[2 : 2 + length].decode(errors="replace")
 
 
 def _pass_on(metadata: Iterable[Any] | None) -> Metadata:

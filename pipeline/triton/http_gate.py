@@ -16,6 +16,7 @@ from typing import TYPE_CHECKING, Any
 from model_repo.trtseek_text import DRAINING
 from pipeline.triton.addresses import refuse
 from pipeline.triton.gate import CLOSE_S, Gate, LostError
+from pipeline.triton.owed import Owed
 
 if TYPE_CHECKING:
     from aiohttp import ClientSession, web
@@ -30,6 +31,7 @@ HOP_BY_HOP = frozenset({"connection", "keep-alive", "transfer-encoding", "upgrad
 # Of a request's body: aiohttp has undone them by the time it is read, and bounded what came out.
 UNDONE = frozenset({"gzip", "deflate"})
 EVENTS = "text/event-stream"
+TLS = "HTTPS traffic"  # in what aiohttp says of a client that begins with it
 HEADER_LENGTH = "Inference-Header-Content-Length"
 
 
@@ -48,7 +50,11 @@ class HttpGate(Gate):
             application = web.Application(client_max_size=self.max_bytes)
             application.router.add_route("*", "/{path:.*}", handle)
             runner = web.AppRunner(
-                application, handler_cancellation=True, access_log=None, shutdown_timeout=CLOSE_S, logger=_make_logger()
+                application,
+                handler_cancellation=True,
+                access_log=None,
+                shutdown_timeout=CLOSE_S,
+                logger=_make_logger(self),
             )
             try:
                 await runner.setup()
@@ -94,16 +100,17 @@ class HttpGate(Gate):
         left_out = HOP_BY_HOP | {"content-encoding"} if undone else HOP_BY_HOP
         headers = {name: value for name, value in request.headers.items() if name.lower() not in left_out}
         response: web.StreamResponse | None = None
-        models = {match[1]} if (match := _MODEL.match(request.path)) else set()
+        owed = Owed(match[1]) if (match := _MODEL.match(request.path)) else Owed()
         try:
             async with (
-                self._losable(models),
+                self._losable(owed),
                 session.request(request.method, url, headers=headers, data=body or None) as answer,
             ):
                 kept = {name: value for name, value in answer.headers.items() if name.lower() not in HOP_BY_HOP}
                 response = web.StreamResponse(status=answer.status, headers=kept)
                 await response.prepare(request)
                 async for chunk in answer.content.iter_any():
+                    owed.hear()
                     await response.write(chunk)
         except (ClientError, LostError) as lost:
             status, reason = (503, str(lost)) if isinstance(lost, LostError) else (502, self.absence)
@@ -118,14 +125,28 @@ class HttpGate(Gate):
         return response
 
 
-def _make_logger() -> logging.Logger:
-    """For faults of the gate's own: what is not HTTP is answered with 400, and fills nobody's log."""
+def _make_logger(gate: HttpGate) -> logging.Logger:
+    """For faults of the gate's own: what is not HTTP is answered with 400, and fills nobody's log. That it is TLS,
+    whose client understands no answer, is said once."""
     from aiohttp.http_exceptions import HttpProcessingError
 
-    def is_ours(record: logging.LogRecord) -> bool:
-        return not (record.exc_info and isinstance(record.exc_info[1], HttpProcessingError))
+    told = False
 
-    logger = logging.Logger(__name__)
+    def is_ours(record: logging.LogRecord) -> bool:
+        nonlocal told
+        if not (record.exc_info and isinstance(record.exc_info[1], HttpProcessingError)):
+            return record.levelno >= logging.WARNING
+        if told or TLS not in str(record.exc_info[1]):
+            return False
+        told, record.exc_info, record.args = True, None, None
+        record.levelno, record.levelname = logging.WARNING, "WARNING"
+        record.msg = (
+            f"a client speaks TLS to {gate.host}:{gate.port}, which is plain HTTP: ask it as http://, or put a proxy "
+            "that ends TLS in front (said once)"
+        )
+        return True
+
+    logger = logging.Logger(__name__, logging.DEBUG)  # as which aiohttp tells of what is no HTTP from the beginning
     logger.parent = logging.getLogger("aiohttp.server")
     logger.addFilter(is_ours)
     return logger

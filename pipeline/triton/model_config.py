@@ -17,6 +17,7 @@ if TYPE_CHECKING:
 
 # No text has more on average, not even a long run of spaces. A longer one cannot fit, and is not tokenized to know it.
 BYTES_PER_TOKEN = 128
+EXECUTOR = "tensorrt_llm"  # the model behind the texts'
 MODELS = ("preprocessing", "tensorrt_llm", "postprocessing", "ensemble", "tensorrt_llm_bls")
 
 
@@ -96,6 +97,19 @@ def text_parameters(config: Config, tokenizer: str, *, max_streams: int) -> dict
             "accumulate_tokens": False,  # true repeats the whole text so far in every response
             "max_streams": max_streams,
         },
+    }
+
+
+def count_instances(config: Config) -> dict[str, int]:
+    """Processes by model, of flavour trtseek. One engine and one process for each text path: more would hold another
+    engine, or threads have them already."""
+    package = config.stages.package
+    return {
+        "preprocessing": package.preprocessing_instances,
+        "tensorrt_llm": 1,
+        "postprocessing": package.postprocessing_instances,
+        "ensemble": 1,
+        "tensorrt_llm_bls": 1,
     }
 
 

@@ -15,11 +15,10 @@ from pipeline.triton.emission import BACKENDS, REPOSITORY
 from pipeline.triton.errors import ServerError
 from pipeline.triton.installation import Installation
 from pipeline.triton.launch import SCRIPT
-from pipeline.triton.model_config import parse_config
+from pipeline.triton.model_config import EXECUTOR, parse_config
 from pipeline.triton.server import TritonServer
 
 STAND_INS = MODEL_REPO / "rehearsal"
-EXECUTOR = "tensorrt_llm"  # the model behind the texts'
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -7,6 +7,7 @@ from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any
 
+from model_repo.trtseek_parameters import RETURN_IDS
 from pipeline.runtime.errors import ServingError
 
 if TYPE_CHECKING:
@@ -45,7 +46,8 @@ VALUES: dict[str, tuple[str, Callable[[Any], bool]]] = {
 class Query:
     """One of `text`, `messages` and `input_ids`; `options` by the names in OPTIONS; `stop`: strings, for text only.
 
-    stream: tokens come as they are made. parameters: of Triton's protocol (`priority_class`, `timeout_ms`, …).
+    stream: tokens come as they are made. ids: an answer in text has its tokens' ids, too. parameters: of Triton's
+    protocol (`priority_class`, `timeout_ms`, …).
     """
 
     text: str | None = None
@@ -54,6 +56,7 @@ class Query:
     options: Mapping[str, Any] = field(default_factory=dict)
     stop: Sequence[str] = ()
     stream: bool = True
+    ids: bool = False
     parameters: Mapping[str, str | int] = field(default_factory=dict)
     request_id: str = ""
 
@@ -98,6 +101,11 @@ class Query:
     @property
     def model(self) -> str:
         return TEXT_MODEL if self.input_ids is None else TOKEN_MODEL
+
+
+def build_parameters(query: Query) -> dict[str, str | int]:
+    """Of Triton's protocol."""
+    return {**query.parameters, **({RETURN_IDS: True} if query.ids and query.model == TEXT_MODEL else {})}
 
 
 def _is_list(value: object) -> bool:

@@ -34,7 +34,7 @@ from pipeline.triton.emission import (
     write_models,
 )
 from pipeline.triton.lint import check_repository
-from pipeline.triton.model_config import Models, build_configs, text_parameters
+from pipeline.triton.model_config import Models, build_configs, count_instances, text_parameters
 
 if TYPE_CHECKING:
     from pipeline.config.schema import Config
@@ -129,26 +129,20 @@ def describe_models(config: Config, paths: Paths, *, network_digest: str, engine
         max_batch_size=build.max_batch_size,
         max_queue_size=package.max_queue_size,
         parameters={**text, "ensemble": text["tensorrt_llm_bls"], "tensorrt_llm": executor},
-        # One engine and one process for each text path: more would hold another engine, or threads have them already.
-        instances={
-            "preprocessing": package.preprocessing_instances,
-            "tensorrt_llm": 1,
-            "postprocessing": package.postprocessing_instances,
-            "ensemble": 1,
-            "tensorrt_llm_bls": 1,
-        },
+        instances=count_instances(config),
     )
 
 
 def build_own_configs(models: Models) -> dict[str, Any]:
-    """This flavour's ModelConfigs. Its `ensemble` has an ensemble's tensors and is none: the code of tensorrt_llm_bls
-    by another name, as Triton passes no cancellation on to an ensemble's steps."""
+    """This flavour's ModelConfigs. Its `ensemble` has an ensemble's tensors, with output_ids, and is none: the code of
+    tensorrt_llm_bls by another name, as Triton passes no cancellation on to an ensemble's steps."""
     configs = build_configs(models)
     ensemble = configs["ensemble"]
     ensemble.ClearField("platform")
     ensemble.ClearField("ensemble_scheduling")
     ensemble.backend = configs["tensorrt_llm_bls"].backend
     ensemble.model_transaction_policy.CopyFrom(configs["tensorrt_llm_bls"].model_transaction_policy)
+    ensemble.output.extend(output for output in configs["tensorrt_llm_bls"].output if output.name == "output_ids")
     return configs
 
 

@@ -25,6 +25,7 @@ from pipeline.triton.keeper import FOLDER
 from pipeline.triton.kept import Kept
 from pipeline.triton.processes import PREFIX, find_stubs, remove_remains
 from pipeline.triton.server_log import ServerLog
+from pipeline.triton.shortage import ADVICE, Shortage
 
 STUB_S = 300
 # Triton's exit time-out counts requests in flight and the end of its models' processes together.
@@ -61,12 +62,13 @@ class TritonServer:
         self.prefix = f"{PREFIX}_{os.getpid()}_{secrets.token_hex(4)}_"
         self._kept: Kept | None = None
         self._folder: Path | None = None  # made by start; there is nothing to remove before
-        self._log = ServerLog(log)
+        self._log, self._shortage = ServerLog(log), Shortage()
 
     def start(self, deadline: float) -> None:
         """Starts it and waits until every model is loaded. Raises ServerError with the reasons where one cannot be, or
         not within `deadline` seconds: a model's process that cannot start makes Triton wait for ever."""
         self.addresses.check()
+        self._shortage = Shortage()
         try:
             self._launch()
             end = time.monotonic() + deadline
@@ -74,9 +76,15 @@ class TritonServer:
             self._load_given_up(end)
             if problems := self.control.find_unloaded():
                 raise ServerError("\n".join(problems.values()), hint=self._hint)
-        except BaseException:
+        except BaseException as error:
             self.stop(grace=0)
+            if isinstance(error, ServerError) and (cause := self.find_shortage()) and cause not in error.message:
+                raise ServerError(f"{error.message}\n{cause}", hint=f"{ADVICE}; {self._hint}") from error
             raise
+
+    def find_shortage(self) -> str:
+        """That memory ran out since the start, in words; nothing where that is not known."""
+        return self._shortage.describe(self.errors())
 
     def load(self, *models: str, deadline: float) -> None:
         """Loads models of a server that runs. Raises ServerError with the reason of the first that cannot be, or not
@@ -204,6 +212,8 @@ class TritonServer:
     def _load_given_up(self, end: float) -> None:
         """Loads what Triton has given up again, until there is nothing of it, or it is too late. Raises ServerError."""
         while given_up := [name for name, problem in self.control.find_unloaded().items() if GIVEN_UP in problem]:
+            if cause := self.find_shortage():  # which another try does not cure
+                raise ServerError(f"{', '.join(given_up)} cannot be loaded: {cause}", hint=f"{ADVICE}; {self._hint}")
             try:
                 self.control.load(*given_up, deadline=max(0.1, end - time.monotonic()))
             except ServerError as error:

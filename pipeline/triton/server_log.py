@@ -1,8 +1,12 @@
-"""A server's log: that it can be written, and what of it explains a failure."""
+"""A server's log: whose it is, that it can be written, and what of it explains a failure."""
 
 from __future__ import annotations
 
+import contextlib
+import fcntl
 import re
+import stat
+from collections.abc import Iterator
 from pathlib import Path
 
 from pipeline.triton.errors import ServerError
@@ -11,6 +15,33 @@ from pipeline.triton.errors import ServerError
 _ERROR_LINE = re.compile(r"E\d{4} |error: |\w*Error: |\w*Exception: |terminate")
 # Triton without a GPU says these as errors, and means nothing by them.
 _NOISE = re.compile(r"CUDA driver version|NVML|DCGM|Cuda[A-Z]|unable to create stream|pinned")
+
+
+@contextlib.contextmanager
+def claim_log(path: Path, *, is_given: bool) -> Iterator[Path]:
+    """A log that no other `trtseek serve` writes meanwhile: `path`, or where another has that, the first free one of
+    serve-2.log, serve-3.log, …; of a path that was given, raises ServerError instead. What is no plain file, as
+    /dev/null, may be everybody's."""
+    number = 1
+    while True:
+        place = path if number == 1 else path.with_stem(f"{path.stem}-{number}")
+        with contextlib.ExitStack() as held:
+            try:
+                place.parent.mkdir(parents=True, exist_ok=True)
+                file = held.enter_context(open(place, "ab"))
+                if stat.S_ISREG(place.stat().st_mode):
+                    fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
+            except BlockingIOError:
+                if is_given:
+                    raise ServerError(
+                        f"{place}: another server writes its log there", hint="name another file with --log"
+                    ) from None
+                number += 1
+                continue
+            except OSError:
+                pass  # a disk without locks, or one that cannot be written: who opens it says so
+            yield place
+            return
 
 
 class ServerLog:

@@ -7,12 +7,11 @@ and from time to time a request is sent through everything: the canary.
 
 from __future__ import annotations
 
-import queue
 import re
 import threading
 import time
 from collections import deque
-from collections.abc import Callable
+from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass
 from typing import Any
 
@@ -20,19 +19,28 @@ from model_repo.trtseek_text import DRAINING
 from pipeline.errors import TrtseekError
 from pipeline.progress import format_seconds
 from pipeline.triton.addresses import LOOPBACK, Addresses
-from pipeline.triton.canary import ANSWER_S, LOAD_S, send_canary
+from pipeline.triton.canary import ANSWER_S, LOAD_S, Canaries, send_canary
 from pipeline.triton.errors import ServerError
 from pipeline.triton.gate import Gate
 from pipeline.triton.grpc_gate import GrpcGate
 from pipeline.triton.http_gate import HttpGate
-from pipeline.triton.server import UNLOAD_S, TritonServer
+from pipeline.triton.instances import Instances, find_askers
+from pipeline.triton.model_config import EXECUTOR
+from pipeline.triton.package import read_configs
+from pipeline.triton.server import TritonServer
+from pipeline.triton.shortage import ADVICE
 
-# The models that ask others: what one of those owed, so did they.
-TEXT_PATHS = ("ensemble", "tensorrt_llm_bls")
 WATCH_S = 0.5
+# Of a model of which another instance lives: what came from the dead one is through after the first, and who has heard
+# nothing more after the second is taken for one that it owed an answer. Which instance has a request, Triton does not
+# say: one that the living one owes, and would answer all at once or much later, is ended with them, and told so.
+ECHO_S, LISTEN_S = 0.5, 5.0
 # What has been in flight is seen to be over when nothing is for so long: a model publishes its metrics twice a second.
 SETTLE_S = 1.0
 _REQUESTS = re.compile(r"^nv_trt_llm_request_metrics\{([^}]*)\} (\S+)", re.MULTILINE)
+# Until a server that has answered everything is killed: its models take two seconds to end, of which Triton 24.10 waits
+# for ever for one that owes a request which it has lost count of, as that of a process that died.
+SPARE_S = 5.0
 # More repairs than this within the hour: something is wrong that a repair does not cure.
 MAX_REPAIRS, REPAIR_WINDOW_S = 6, 3600.0
 
@@ -68,9 +76,9 @@ class Supervisor:
         self.server = make_server(inner)
         self.ready = False
         self._stopping, self._hurried = threading.Event(), False
-        self._models: dict[int, str] = {}
+        self._instances = Instances()
         self._repairs: deque[float] = deque()
-        self._canary = _Canary()
+        self._canaries = Canaries()
         options: Any = {"host": addresses.host, "max_bytes": max_bytes, "is_ready": lambda: self.ready}
         at = self.server.addresses
         self.http = HttpGate(f"http://{LOOPBACK}:{at.http}", port=addresses.http, **options)
@@ -112,8 +120,7 @@ class Supervisor:
             over = self._stopping.is_set() and not self._hurried and self._drain()
             for gate in self.gates:
                 gate.close()
-            # Nothing is in flight then, but Triton waits for clients whose connections stay open.
-            grace = UNLOAD_S if over else 1.0
+            grace = SPARE_S if over else 1.0
         finally:
             for gate in self.gates:
                 gate.fail(DRAINING)
@@ -148,16 +155,16 @@ class Supervisor:
     def _find_problem(self) -> str | None:
         if not self.server.running:
             return "tritonserver has ended"
-        if gone := self._list_dead():
-            return f"a process of {', '.join(gone)} has ended"
-        if error := self._canary.look(self.server.addresses, self.patience):
+        if lost := self._instances.find_lost(self.server.stubs):
+            return f"a process of {', '.join(lost)} has ended"
+        if error := self._canaries.look(self.server.addresses, every=self.patience.every, timeout=self.patience.canary):
             return f"a canary request failed: {error}"
         return None
 
-    def _confirm(self) -> float:
-        """Ready, once a request is answered: the seconds that took."""
+    def _confirm(self, loaded: Iterable[str] = ()) -> float:
+        """Ready, once a request is answered: the seconds that took. `loaded`: again, in the place of what they were."""
         seconds = send_canary(self.server.addresses, self.patience.canary)
-        self._models, self._canary = self._list_models(), _Canary()
+        self._instances, self._canaries = self._instances.without(loaded, self.server.stubs), Canaries()
         self.ready = True
         return seconds
 
@@ -172,10 +179,11 @@ class Supervisor:
                 f"{problem}, after {MAX_REPAIRS} repairs within the hour\n{self.server.errors()}".rstrip(),
                 hint=f"the log: {self.server.log}",
             )
-        self._say(problem)
+        cause = self.server.find_shortage()
+        self._say(f"{problem} ({cause}: {ADVICE})" if cause else problem)
         if self.server.running:
             try:
-                self._reload(self._list_dead() or ["tensorrt_llm"])
+                self._reload(self._instances.find_lost(self.server.stubs) or {EXECUTOR: False})
                 return
             except TrtseekError as error:
                 self._say(f"loading it again did not help: {error.message}")
@@ -183,31 +191,33 @@ class Supervisor:
         self.server = self._make_server(self.server.addresses)
         self._start_server()
 
-    def _reload(self, models: list[str]) -> None:
+    def _reload(self, models: Mapping[str, bool]) -> None:
+        """Each, and whether an instance of it lives: that goes on with its requests while the model is loaded anew."""
         self._fail(models)
         for model in models:
             self.server.control.unload(model, deadline=self.patience.canary)
         self._fail(models)  # who asked again meanwhile
         self.server.load(*models, deadline=self.patience.start)
-        seconds = self._confirm()
+        seconds = self._confirm(models)
         self._say(f"{', '.join(models)} loaded again, a request answered in {format_seconds(seconds)}")
 
-    def _fail(self, models: list[str]) -> None:
+    def _fail(self, models: Mapping[str, bool]) -> None:
+        """Ends the calls that get no answer any more."""
+        reason, configs = (
+            f"{', '.join(models)} failed, and is loaded again: ask again",
+            read_configs(self.server.repository),
+        )
+        dead = find_askers({model for model, lives in models.items() if not lives}, configs)
         for gate in self.gates:
-            gate.fail(f"{', '.join(models)} failed, and is loaded again: ask again", {*models, *TEXT_PATHS})
-
-    def _list_dead(self) -> list[str]:
-        """The models of which a process has ended: the stub, or a rank."""
-        present = self.server.stubs
-        return list(dict.fromkeys(model for pid, model in self._models.items() if pid not in present))
-
-    def _list_models(self) -> dict[int, str]:
-        """The models' processes, by process id: a stub's command line names its model's file."""
-        found = {}
-        for pid, command in self.server.stubs.items():
-            if match := re.search(r"/([^/ ]+)/\d+/model\.py", command):
-                found[pid] = match[1]
-        return found
+            gate.fail(reason, dead)
+        if hurt := find_askers({model for model, lives in models.items() if lives}, configs):
+            self._stopping.wait(ECHO_S)
+            since = time.monotonic()
+            while any(gate.count_silent(hurt, since) for gate in self.gates) and time.monotonic() - since < LISTEN_S:
+                if self._stopping.wait(0.1):
+                    break
+            for gate in self.gates:
+                gate.fail(reason, hurt, silent_since=since)
 
     def _busy(self) -> bool:
         try:
@@ -217,33 +227,3 @@ class Supervisor:
         counts = {labels: float(value) for labels, value in _REQUESTS.findall(text)}
         waiting = sum(count for labels, count in counts.items() if '"active"' in labels or '"waiting"' in labels)
         return waiting > 0 or any(gate.in_flight for gate in self.gates)
-
-
-class _Canary:
-    """Canaries while the server serves, each in a thread: the end of serving does not wait for it."""
-
-    def __init__(self) -> None:
-        self._began = time.monotonic()
-        self._result: queue.SimpleQueue[str] = queue.SimpleQueue()
-        self._flying = False
-
-    def look(self, addresses: Addresses, patience: Patience) -> str | None:
-        """Sends one when it is time; what was wrong with the last one, if anything was."""
-        if self._flying:
-            try:
-                error = self._result.get_nowait()
-            except queue.Empty:
-                return None
-            self._flying, self._began = False, time.monotonic()
-            return error or None
-        if time.monotonic() - self._began > patience.every:
-            self._flying = True
-            threading.Thread(target=self._fly, args=(addresses, patience.canary), name="canary", daemon=True).start()
-        return None
-
-    def _fly(self, addresses: Addresses, timeout: float) -> None:
-        try:
-            send_canary(addresses, timeout)
-            self._result.put("")
-        except TrtseekError as error:
-            self._result.put(error.message)

@@ -115,6 +115,29 @@ def test_what_a_run_takes_of_this_host(workplace, toy_stages, invoke):
     assert any(line[:1] == ["quantize"] and line[3:] == ["-", "-"] for line in lines)  # AWQ was not measured at size
 
 
+def test_what_serving_takes_of_this_host(workplace, toy_stages, invoke):
+    """As `serve` will say at its start; nothing where another image serves the package."""
+    few, many = (
+        read(invoke, *options)["host"]["serving"]
+        for options in ((), ("--set", "stages.package.preprocessing_instances=3"))
+    )
+    assert (few["processes"], many["processes"]) == (8, 10)
+    assert few["fits"] and many["memory_bytes"] > few["memory_bytes"] > 400 << 20
+    wide = read(invoke, "--set", "stages.build.max_batch_size=64")["host"]["serving"]
+    assert wide["memory_bytes"] > few["memory_bytes"]  # a larger cache
+    assert (
+        read(invoke, "--set", "stages.package.runner=engine")["host"]["serving"]["memory_bytes"] < few["memory_bytes"]
+    )
+    assert read(invoke, "--set", "target.backend=llmapi")["host"]["serving"] is None
+    (line,) = [line for line in invoke("plan", "small").stdout.splitlines() if "to serve the package here" in line]
+    assert "its 8 processes may need" in line and "are free" in line
+
+
+def test_what_is_not_timed_is_named(workplace, toy_stages, invoke):
+    assert read(invoke)["host"]["not_timed"] == ["package"]
+    assert "not estimated: the time of package, which" in invoke("plan", "small").stdout
+
+
 def test_text(workplace, toy_stages, invoke):
     lines = [line.strip() for line in invoke("plan", "small").stdout.splitlines()]
     assert lines[0].startswith("small: ")

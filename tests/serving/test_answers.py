@@ -197,6 +197,9 @@ def test_text_is_the_decoded_tokens(served, client, tokenizer, stream):
     answer = client.ask(Query(text=text, options={"max_tokens": 20, **QUIET}, stream=stream), timeout=60)
     assert answer.text == tokenizer.decode(ids, skip_special_tokens=True)
     assert answer.num_output_tokens == 20
+    assert answer.output_ids is None
+    again = client.ask(Query(text=text, options={"max_tokens": 20, **QUIET}, stream=stream, ids=True), timeout=60)
+    assert (again.output_ids, again.text) == (ids, answer.text)
 
 
 def test_a_chat_goes_through_the_template(served, client, tokenizer):
@@ -218,7 +221,9 @@ def test_a_stop_string_ends_an_answer(server, client):
 
 def test_the_ensemble_answers_too(url, client):
     whole = client.ask(Query(text="hello", options={"max_tokens": 12, **QUIET}), timeout=60).text
-    (response,), _ = raw(url, "ensemble", text_of("hello", 12, exclude_input_in_output=[[True]]))
+    ids = {"return_output_ids": True}
+    (response,), _ = raw(url, "ensemble", text_of("hello", 12, exclude_input_in_output=[[True]]), parameters=ids)
+    assert response["output_ids"].shape == (1, 1, 12)
     assert response["text_output"].reshape(-1)[0].decode() == whole
     responses, _ = raw(url, "ensemble", text_of("hello", 12, stream=[[True]]))
     assert len(responses) > 1
@@ -301,6 +306,24 @@ def test_bad_tensors(url, others, message):
     responses, (error,) = raw(url, "tensorrt_llm", {**tokens_of([5, 6, 7], 2), **others})
     assert responses == []
     assert error.startswith(message)
+
+
+@pytest.mark.parametrize("model", ["tensorrt_llm", "tensorrt_llm_bls", "ensemble"])
+def test_a_misspelt_input_is_refused(server, url, client, model):
+    """Triton makes a parameter of it. Its own pass, and so do those that its clients add."""
+    asked = text_of("hello", 2) if model != "tensorrt_llm" else tokens_of([5, 6], 2)
+    body = {name: array[0].tolist() for name, array in asked.items() if name != "text_input"} | {"temprature": 0.5}
+    body |= {"text_input": "hello"} if model != "tensorrt_llm" else {}
+    told = f"temprature.* is neither a parameter nor an input of {model} .did you mean temperature"
+    with pytest.raises(urllib.error.HTTPError) as caught:
+        post(server, f"/v2/models/{model}/generate", json.dumps(body).encode())
+    with caught.value as error:
+        assert re.match(told, json.loads(error.read())["error"])
+    responses, (error,) = raw(url, model, asked, parameters={"temprature": "0.5"})
+    assert responses == [] and re.match(told, error)
+    body = {**body, "id": "7", "priority": 0, "timeout": 10**7, "sequence_id": 0, "parameters": {"min_p": "0.1"}}
+    del body["temprature"]
+    assert json.loads(post(server, f"/v2/models/{model}/generate", json.dumps(body).encode()))["id"] == "7"
 
 
 def test_a_bad_row_of_a_batch_is_refused_with_it(url):

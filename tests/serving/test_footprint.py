@@ -2,16 +2,19 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
 
+from pipeline.stages.network import network_spec
 from pipeline.triton.client import ask_all
-from pipeline.triton.footprint import Part, estimate_memory
+from pipeline.triton.footprint import estimate_memory
 from pipeline.triton.installation import find_installation
 from pipeline.triton.package import find_package
 from pipeline.triton.query import Query
 from pipeline.triton.server import TritonServer
+from pipeline.triton.serving_memory import Part, estimate_planned
 from tests.serving.memory import measure_memory
 from tests.serving.support import Served, make_config, serve_package
 
@@ -49,6 +52,22 @@ def test_one_process_of_each_model(served: Served, server: TritonServer) -> None
     estimated = estimate(served)
     assert {name: part.processes for name, part in estimated.items()} == {**ONE, "tensorrt_llm": 1}
     compare(estimated, server)
+
+
+@pytest.mark.parametrize("parallel", [{}, {"tensor": 2}])
+def test_planned_is_what_is_estimated_of_the_package(
+    tmp_path: Path, llama_path: Path, parallel: dict[str, int]
+) -> None:
+    """By the checkpoint's bytes, in which its header is of no weight."""
+    config = make_config(parallel=parallel, preprocessing_instances=2)
+    made = serve_package(tmp_path / "made", llama_path, config)
+    spec = network_spec(config, "float16")
+    sizes = config.target.parallel.sizes
+    specs = [replace(spec, rank=rank) for rank in sizes.ranks] if sizes.world > 1 else [spec]
+    nbytes = sum(file.stat().st_size for file in made.checkpoint.files if file.suffix == ".safetensors")
+    planned = estimate_planned(config, made.checkpoint.architecture, specs, checkpoint_bytes=nbytes)
+    estimated = estimate_memory(find_package(made.repository.path.parent))
+    assert sorted(planned, key=lambda part: part.name) == sorted(estimated, key=lambda part: part.name)
 
 
 def test_what_the_options_start_and_hold_is_counted(served: Served, tmp_path: Path, llama_path: Path) -> None:

@@ -144,7 +144,7 @@ def test_query_token_ids_and_json(serving, served):
     got = [int(token) for token in answer.stdout.split(",")]
     assert got == ids[: len(got)]
     document = json.loads(serving.query("hello wor", "--max-tokens=3", "--json").stdout)
-    assert document["num_output_tokens"] == 3
+    assert document["num_output_tokens"] == len(document["output_ids"]) == 3
     assert 0 < document["time_to_first"] <= document["seconds"]
 
 

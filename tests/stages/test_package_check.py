@@ -14,7 +14,7 @@ from pipeline.stages.package import STAGE
 from pipeline.triton import canary, footprint, installation
 from pipeline.triton import package as packages
 from pipeline.triton.errors import ServerError
-from pipeline.triton.footprint import Part
+from pipeline.triton.serving_memory import Part
 
 
 class Notes(type(SILENT)):

@@ -17,7 +17,7 @@ from tritonclient.grpc import InferenceServerClient, InferInput, service_pb2, se
 from tritonclient.utils import InferenceServerException
 
 from pipeline.triton.errors import ServerError
-from pipeline.triton.grpc_gate import HEALTH, GrpcGate, read_model
+from pipeline.triton.grpc_gate import HEALTH, GrpcGate
 
 ROOT = Path(__file__).parents[2]
 LIMIT = 100_000
@@ -26,10 +26,12 @@ SERVING, NOT_SERVING = b"\x08\x01", b"\x08\x02"
 
 class Upstream(service_pb2_grpc.GRPCInferenceServiceServicer):
     """Always ready. Answers with the size of what it gets; a request to the model `endless` each 20 ms until the
-    client has gone, one to `wrong` by an error, one to `slow` when `go` is set, one to `large` at length."""
+    client has gone, one to `ending` once, with the word that this was all, one to `wrong` by an error, one to `slow`
+    when `go` is set, one to `large` at length."""
 
     def __init__(self):
         self.gone, self.go, self.metadata, self.left = threading.Event(), threading.Event(), {}, None
+        self.finished = threading.Event()  # of a stream: no more requests come, and it was not cancelled
 
     def ServerReady(self, request, context):  # noqa: N802
         return service_pb2.ServerReadyResponse(ready=True)
@@ -51,6 +53,11 @@ class Upstream(service_pb2_grpc.GRPCInferenceServiceServicer):
     def ModelStreamInfer(self, requests, context):  # noqa: N802
         context.add_callback(self.gone.set)
         for request in requests:
+            if request.model_name == "ending":
+                answer = service_pb2.ModelInferResponse(model_name="ending", id=request.id)
+                answer.parameters["triton_final_response"].bool_param = True
+                yield service_pb2.ModelStreamInferResponse(infer_response=answer)
+                continue
             while True:
                 yield service_pb2.ModelStreamInferResponse(
                     infer_response=service_pb2.ModelInferResponse(id=str(request.ByteSize()))
@@ -58,6 +65,9 @@ class Upstream(service_pb2_grpc.GRPCInferenceServiceServicer):
                 if request.model_name != "endless":
                     break
                 time.sleep(0.02)
+        time.sleep(0.2)  # of a stream that is cancelled, the end of its requests is seen first
+        if context.is_active():
+            self.finished.set()
 
 
 class Health(grpc.GenericRpcHandler):
@@ -265,12 +275,37 @@ def test_what_a_failed_model_owes_is_ended_and_nothing_else(gate, client, upstre
         client.stop_stream(cancel_requests=True)
 
 
-@pytest.mark.parametrize(
-    ("name", "found"), [("tensorrt_llm", "tensorrt_llm"), ("m", "m"), ("", ""), ("m" * 127, "m" * 127), ("m" * 128, "")]
-)
-def test_the_model_is_what_a_request_begins_with(name, found):
-    assert read_model(service_pb2.ModelInferRequest(model_name=name, id="5").SerializeToString()) == found
-    assert read_model(b"") == read_model(b"\x0a") == ""
+@pytest.mark.parametrize(("model", "answered"), [("ending", True), ("m", False)])
+def test_who_goes_with_all_answers_cancels_nothing(client, upstream, model, answered):
+    """Triton does not stand it: a request that is cancelled just when it ends."""
+    replies = start_stream(client)
+    client.async_stream_infer(model, make_inputs(10), request_id="7")
+    assert isinstance(replies.get(timeout=10), str)
+    client.stop_stream(cancel_requests=True)
+    assert upstream.gone.wait(10)
+    wait_for(lambda: upstream.finished.is_set() or not answered)
+    assert upstream.finished.is_set() is answered
+
+
+def test_a_stream_outlives_a_model_that_has_answered_it(gate, client, upstream):
+    """And one that owes it nothing else than what another instance of it answers."""
+    replies = start_stream(client)
+    client.async_stream_infer("ending", make_inputs(10), request_id="7")
+    assert replies.get(timeout=10) == "7"
+    client.async_stream_infer("endless", make_inputs(10))
+    assert int(replies.get(timeout=10)) < 100
+    gate.fail("it failed: ask again", ["ending"])
+    now = time.monotonic()
+    assert int(replies.get(timeout=10)) < 100
+    wait_for(lambda: gate.count_silent(["endless"], now) == 0)
+    gate.fail("it failed: ask again", ["endless"], silent_since=now)
+    for _ in range(10):
+        assert int(replies.get(timeout=10)) < 100
+    assert gate.count_silent(["endless"], time.monotonic() + 60) == 1
+    gate.fail("it failed: ask again", ["endless"], silent_since=time.monotonic() + 60)
+    while isinstance(last := replies.get(timeout=10), str):
+        pass
+    assert last.message() == "it failed: ask again"
 
 
 def test_a_client_that_is_killed_is_gone_for_triton_too(gate, upstream):
@@ -291,6 +326,15 @@ def test_a_client_that_is_killed_is_gone_for_triton_too(gate, upstream):
     owner.kill()
     owner.wait()
     assert upstream.gone.wait(10)
+
+
+def test_who_speaks_tls_is_refused_and_others_are_answered(gate, client):
+    before = infer(client)
+    with InferenceServerClient(f"127.0.0.1:{gate.port}", ssl=True) as wrong:
+        with pytest.raises(InferenceServerException, match=r"(?i)tls|ssl|connect"):
+            wrong.is_server_live(client_timeout=10)
+        assert infer(client) == before
+    assert gate.in_flight == 0
 
 
 def test_an_absent_server_is_unavailable_and_one_that_comes_back_is_found():

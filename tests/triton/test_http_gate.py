@@ -6,6 +6,7 @@ import http.client
 import http.server
 import json
 import socket
+import ssl
 import threading
 import time
 import zlib
@@ -233,7 +234,20 @@ def test_a_host_that_is_none_is_named():
         other.start()
 
 
-@pytest.mark.parametrize("sent", [b"PRI * HTTP/2.0\r\n\r\nSM\r\n\r\n", b"\x16\x03\x01\x02\x00\x01\r\n\r\n"])
+def test_who_speaks_tls_is_told_of_once(gate, caplog):
+    """By whoever reads what the server says: the client itself understands no answer."""
+    context = ssl.create_default_context()
+    context.check_hostname, context.verify_mode = False, ssl.CERT_NONE
+    for _ in range(3):
+        with socket.create_connection(("127.0.0.1", gate.port), timeout=10) as plain, pytest.raises(ssl.SSLError):
+            context.wrap_socket(plain)
+    (record,) = caplog.records
+    assert record.getMessage().startswith(f"a client speaks TLS to 127.0.0.1:{gate.port}, which is plain HTTP")
+    assert (record.levelname, record.exc_info) == ("WARNING", None)
+    assert send(gate, "GET", "/v2")[0] == 200
+
+
+@pytest.mark.parametrize("sent", [b"PRI * HTTP/2.0\r\n\r\nSM\r\n\r\n", b"\x15\x03\x01\x02\x00\x01\r\n\r\n"])
 def test_what_is_not_http_is_refused_without_a_traceback(gate, caplog, sent):
     with socket.create_connection(("127.0.0.1", gate.port), timeout=10) as connection:
         connection.sendall(sent)

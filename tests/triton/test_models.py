@@ -41,7 +41,8 @@ class Sender:
 
 
 class Request:
-    def __init__(self, **arrays):
+    def __init__(self, *, said="", **arrays):
+        self.parameters = lambda: said
         self._inputs = [Tensor(name, array) for name, array in arrays.items()]
         self.sender = Sender()
 
@@ -82,7 +83,7 @@ def load(package, monkeypatch):
     def start(model, source=None, **parameters):
         folder = package.path / model
         monkeypatch.syspath_prepend(str(folder / "1"))
-        for name in ("text", "chat", "stream", "answer"):
+        for name in ("parameters", "text", "chat", "stream", "answer"):
             monkeypatch.delitem(sys.modules, f"trtseek_{name}", raising=False)
         spec = importlib.util.spec_from_file_location(f"{model}_model", source or folder / "1" / "model.py")
         module = importlib.util.module_from_spec(spec)
@@ -206,6 +207,21 @@ def test_a_bad_request_is_answered_alone(load, arrays, message):
     assert second.error.code == "invalid"
     assert first.error is None
     assert third.error is None
+
+
+@pytest.mark.parametrize(
+    ("model", "arrays"),
+    [
+        ("preprocessing", {"QUERY": strings([b"a"]), "REQUEST_OUTPUT_LEN": np.array([[5]], np.int32)}),
+        ("postprocessing", {"TOKENS_BATCH": np.array([[[5]]], np.int32), "SEQUENCE_LENGTH": np.array([[1]], np.int32)}),
+    ],
+)
+def test_parameters_that_nobody_knows_are_refused(load, model, arrays):
+    """Of an ensemble's request each model sees them."""
+    good, bad = load(model).execute([Request(said='{"min_p": 0.5}', **arrays), Request(said='{"minp": 1}', **arrays)])
+    assert good.error is None
+    assert bad.error.startswith("minp: is neither a parameter nor an input of the model that was asked")
+    assert bad.error.code == "invalid"
 
 
 def test_no_text_begins_while_the_server_drains(load, monkeypatch, tmp_path):

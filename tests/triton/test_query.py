@@ -12,7 +12,7 @@ from pipeline.runtime.errors import ServingError
 from pipeline.triton.client import Client, _explain
 from pipeline.triton.errors import ServerError
 from pipeline.triton.model_config import load_base
-from pipeline.triton.query import NUMPY, OPTIONS, Query, build_inputs
+from pipeline.triton.query import NUMPY, OPTIONS, Query, build_inputs, build_parameters
 
 
 def test_every_option_is_a_tensor_of_both_models() -> None:
@@ -30,6 +30,13 @@ def test_tensors_of_text_and_of_tokens() -> None:
     assert list(tokens["input_ids"].shape()) == [1, 2]
     assert np.frombuffer(tokens["request_output_len"]._get_content(), NUMPY["INT32"]).tolist() == [5]
     assert np.frombuffer(tokens["seed"]._get_content(), NUMPY["UINT64"]).tolist() == [2**64 - 1]
+
+
+def test_ids_are_asked_of_the_text_model_alone() -> None:
+    asked = {"priority_class": "P0"}
+    assert build_parameters(Query(text="a", ids=True, parameters=asked)) == {**asked, "return_output_ids": True}
+    assert build_parameters(Query(text="a", parameters=asked)) == asked
+    assert build_parameters(Query(input_ids=[1], ids=True)) == {}  # whose answers are ids
 
 
 @pytest.mark.parametrize(

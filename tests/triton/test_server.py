@@ -19,7 +19,7 @@ from pathlib import Path
 import pytest
 
 from pipeline.triton import installation as installations
-from pipeline.triton import kept
+from pipeline.triton import kept, shortage
 from pipeline.triton.addresses import Addresses
 from pipeline.triton.errors import ServerError
 from pipeline.triton.installation import find_installation
@@ -199,6 +199,24 @@ def test_a_model_that_cannot_be_loaded_says_why(tmp_path, code, reason):
     server = make(tmp_path, code=code)
     with server, pytest.raises(ServerError, match=f"probe cannot be loaded: .*{reason}"):
         server.start(deadline=120)
+    assert memory(server) == []
+
+
+@pytest.mark.parametrize("told", [True, False])
+def test_a_process_that_was_killed_for_want_of_memory_is_not_tried_again(tmp_path, monkeypatch, told):
+    """Triton says of it what it says of one that was slow. What to lower is said, and nothing is left."""
+    code = "import os, signal\nos.kill(os.getpid(), signal.SIGKILL)" if told else "raise MemoryError('no room')"
+    killed = iter([0] * 2 + [1] * 100) if told else iter([0] * 100)
+    monkeypatch.setattr(shortage, "count_kills", lambda: next(killed))
+    server = make(tmp_path, code=code)
+    began = time.monotonic()
+    with server, pytest.raises(ServerError, match="memory ran out") as caught:
+        server.start(deadline=240)
+    assert time.monotonic() - began < 120
+    assert (
+        "lower stages.package.max_tokens_in_paged_kv_cache" in caught.value.hint
+        and str(server.log) in caught.value.hint
+    )
     assert memory(server) == []
 
 

@@ -7,11 +7,12 @@ import time
 
 import pytest
 
+from pipeline.triton import MODEL_REPO
 from pipeline.triton.addresses import Addresses
 from pipeline.triton.errors import ServerError
 from pipeline.triton.installation import find_installation
-from pipeline.triton.server import UNLOAD_S, TritonServer
-from pipeline.triton.supervisor import SETTLE_S, Patience, Supervisor
+from pipeline.triton.server import TritonServer
+from pipeline.triton.supervisor import ECHO_S, SETTLE_S, SPARE_S, Patience, Supervisor
 
 
 def test_a_taken_http_port_is_named_and_nothing_of_the_current_folder_is_removed(tmp_path, monkeypatch):
@@ -79,7 +80,7 @@ def close(busy, *, grace, stops=1):
 
 def test_at_the_end_new_requests_are_refused_and_those_in_flight_waited_for():
     done, said, seconds = close(5, grace=30)
-    assert (done, said) == (["drain", UNLOAD_S], [])
+    assert (done, said) == (["drain", SPARE_S], [])
     assert seconds >= 0.4 + SETTLE_S
 
 
@@ -92,7 +93,7 @@ def test_what_is_in_flight_after_the_grace_is_ended(busy):
 
 
 def test_without_grace_an_idle_server_ends_in_silence():
-    assert close(0, grace=0)[:2] == (["drain", UNLOAD_S], [])
+    assert close(0, grace=0)[:2] == (["drain", SPARE_S], [])
 
 
 def test_a_server_that_serves_no_more_is_not_waited_for():
@@ -113,12 +114,36 @@ def test_who_asked_a_model_that_died_is_told_also_who_asks_while_it_goes(monkeyp
     server = Server(Addresses(), 0)
     server.unload = lambda model, deadline: done.append(f"unload {model}")
     server.load = lambda *models, deadline: done.append(f"load {', '.join(models)}")
+    server.repository = MODEL_REPO
     supervisor = Supervisor(
         lambda _: server, addresses=Addresses(), max_bytes=1000, patience=Patience(), say=lambda _: None
     )
-    monkeypatch.setattr(supervisor, "_confirm", lambda: 1.0)
+    monkeypatch.setattr(supervisor, "_confirm", lambda loaded: 1.0)
     for gate in supervisor.gates:
         monkeypatch.setattr(gate, "fail", lambda reason, models: done.append(sorted(models)))
-    supervisor._reload(["tensorrt_llm"])
-    told = ["ensemble", "tensorrt_llm", "tensorrt_llm_bls"]
+    supervisor._reload({"tensorrt_llm": False})
+    told = ["ensemble", "tensorrt_llm"]
     assert done == [told, told, "unload tensorrt_llm", told, told, "load tensorrt_llm"]
+
+
+def test_who_hears_of_an_instance_that_lives_is_not_told(monkeypatch):
+    """Of the others, those that hear nothing within a while."""
+    done, silent = [], [2, 1, 1, 0]
+    supervisor = Supervisor(
+        lambda _: Server(Addresses(), 0),
+        addresses=Addresses(),
+        max_bytes=1000,
+        patience=Patience(),
+        say=lambda _: None,
+    )
+    supervisor.server.repository = MODEL_REPO
+    began = time.monotonic()
+    for gate in supervisor.gates:
+        monkeypatch.setattr(gate, "count_silent", lambda models, since: silent.pop(0) if silent else 0)
+        monkeypatch.setattr(
+            gate, "fail", lambda reason, models, silent_since=0.0: done.append((sorted(models), silent_since))
+        )
+    supervisor._fail({"postprocessing": True})
+    assert done[:2] == [([], 0.0)] * 2 and silent == []
+    assert [models for models, _ in done[2:]] == [["ensemble", "postprocessing"]] * 2
+    assert all(began + ECHO_S <= since <= time.monotonic() - 0.1 for _, since in done[2:])

@@ -21,7 +21,7 @@ TEXTS = st.text(st.sampled_from("ab  é你😀\n.") | st.characters(exclude_cate
 def modules():
     """As the stub finds them: beside the model's code."""
     sys.path.insert(0, str(MODEL_REPO))
-    names = [f"trtseek_{name}" for name in ("text", "chat", "stream", "answer")]
+    names = [f"trtseek_{name}" for name in ("parameters", "text", "chat", "stream", "answer")]
     yield {name.removeprefix("trtseek_"): importlib.import_module(name) for name in names}
     sys.path.remove(str(MODEL_REPO))
     for name in names:
@@ -206,7 +206,7 @@ def test_a_text_request_becomes_a_token_request(modules, tokenizer):
         seed=[[7]],
         return_log_probs=[[True]],
     )
-    (prompt,) = chat.read_prompts(tokenizer, inputs, max_bytes=100)
+    (prompt,) = chat.read_prompts(tokenizer, inputs, max_bytes=100, parameters={})
     assert (prompt.text, prompt.ids, prompt.stops) == ("ab", tokenizer.encode_prompt(b"ab"), ("x y", "<eos>"))
     assert (prompt.streams, prompt.repeats, prompt.wanted) == (False, True, ("cum_log_probs", "output_log_probs"))
     built = chat.build_inputs(tokenizer, inputs, prompt, row=0, rows=1)
@@ -240,7 +240,35 @@ def test_a_text_request_becomes_a_token_request(modules, tokenizer):
 )
 def test_bad_text_requests(modules, tokenizer, values, problem):
     with pytest.raises(modules["text"].RequestError, match=problem):
-        modules["chat"].read_prompts(tokenizer, arrays(**values), max_bytes=100)
+        modules["chat"].read_prompts(tokenizer, arrays(**values), max_bytes=100, parameters={})
+
+
+def test_ids_are_told_where_they_are_asked_for(modules, tokenizer):
+    inputs = arrays(text_input=[[b"ab"], [b"c"]], max_tokens=[[5], [5]])
+    for choice, wanted in ((True, ("output_ids",)), ("true", ("output_ids",)), (False, ()), ("false", ())):
+        read = modules["chat"].read_prompts(tokenizer, inputs, max_bytes=100, parameters={"return_output_ids": choice})
+        assert [prompt.wanted for prompt in read] == [wanted, wanted]
+    with pytest.raises(modules["parameters"].ParameterError, match=r"return_output_ids: is 1 \(true or false\)"):
+        modules["chat"].read_prompts(tokenizer, inputs, max_bytes=100, parameters={"return_output_ids": 1})
+
+
+def test_a_parameter_that_nobody_knows_is_refused(modules):
+    """As an input whose name is wrong comes from `generate`."""
+    check, served = modules["parameters"].check_parameters, modules["chat"].SERVED
+    check({"min_p": 0.1, "priority": 1, "sequence_id": 3, "triton_final_response": True}, "m", served)
+    for name, message in (
+        (
+            "temprature",
+            r"temprature: is neither a parameter nor an input of m \(did you mean temperature\? parameters: ",
+        ),
+        ("timout_ms", r"timout_ms: .*did you mean timeout_ms\?"),
+        ("zzz", r"zzz: .* \(parameters: cache_salt, .*; inputs: bad_words, .*text_input, top_k, top_p\)"),
+        ("max_tokens", r"max_tokens: is an input of m, and came as a parameter"),
+    ):
+        with pytest.raises(modules["parameters"].ParameterError, match=message):
+            check({"min_p": 0.1, name: 1}, "m", served)
+    with pytest.raises(modules["parameters"].ParameterError, match="nor an input of the model that was asked"):
+        check({"temprature": 1}, "preprocessing", ())
 
 
 def test_errors_name_the_text_requests_tensors(modules):
@@ -277,6 +305,23 @@ def test_a_streamed_answer(modules, tokenizer):
     assert response["batch_index"].tolist() == [[2]]
     assert texts(answer.add(child(ids[2:]))) == ["!"]
     assert answer.finish() == []
+
+
+@pytest.mark.parametrize("streams", [True, False])
+def test_the_ids_of_an_answer_are_those_of_its_tokens(modules, tokenizer, streams):
+    """Whatever text is held back, and not what an engine pads its answers with."""
+    ids = tokenizer.encode_word("é! end".encode())
+    prompt = make_prompt(modules, tokenizer, wanted=("output_ids",), streams=streams, stops=("end",))
+    answer = modules["answer"].Answer(tokenizer, prompt, row=0, accumulates=False)
+    assert answer.outputs == ["output_ids", "sequence_length", "sequence_index"]
+    responses = []
+    for token in [*ids, 7]:
+        padded = child([token, 0])
+        responses += answer.add({**padded, "sequence_length": np.array([[1]], np.int32)})
+    responses += answer.finish()
+    assert "".join(texts(responses)) == "é! "
+    said = np.concatenate([response["output_ids"] for response in responses], 2)
+    assert said.dtype == np.int32 and said.tolist() == [[ids]]  # after the stop string, none
 
 
 def test_an_accumulating_answer(modules, tokenizer):

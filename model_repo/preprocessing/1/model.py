@@ -2,11 +2,13 @@
 
 from __future__ import annotations
 
+import json
 from typing import Any
 
 import numpy as np
 import numpy.typing as npt
 import triton_python_backend_utils as pb_utils
+from trtseek_parameters import ParameterError, check_parameters
 from trtseek_text import (
     DRAINING,
     RequestError,
@@ -45,9 +47,10 @@ class TritonPythonModel:
             return pb_utils.InferenceResponse(error=pb_utils.TritonError(DRAINING, pb_utils.TritonError.UNAVAILABLE))
         inputs = {tensor.name(): tensor.as_numpy() for tensor in request.inputs()}
         try:
+            check_parameters(json.loads(request.parameters() or "{}"), "preprocessing", ())  # its own, or an ensemble's
             check_sizes(inputs, TEXTS, self.max_bytes)
             outputs = preprocess(self.tokenizer, inputs)
-        except RequestError as error:
+        except (RequestError, ParameterError) as error:
             wrong = pb_utils.TritonError(str(error), pb_utils.TritonError.INVALID_ARG)
             return pb_utils.InferenceResponse(error=wrong)
         return pb_utils.InferenceResponse([pb_utils.Tensor(name, array) for name, array in outputs.items()])

@@ -16,8 +16,9 @@ from typing import Any
 
 import triton_python_backend_utils as pb_utils
 from trtseek_answer import Answer, Arrays
-from trtseek_chat import Prompt, build_inputs, read_prompts, rename_fields
+from trtseek_chat import SERVED, Prompt, build_inputs, read_prompts, rename_fields
 from trtseek_child import ChildError, Conversation
+from trtseek_parameters import ParameterError, check_parameters
 from trtseek_text import (
     DRAINING,
     RequestError,
@@ -42,7 +43,7 @@ class TritonPythonModel:
             add_special_tokens=read_flag(parameters, "add_special_tokens"),
             skip_special_tokens=read_flag(parameters, "skip_special_tokens"),
         )
-        self.child = parameters["tensorrt_llm_model_name"]
+        self.name, self.child = args["model_name"], parameters["tensorrt_llm_model_name"]
         self.accumulates = read_flag(parameters, "accumulate_tokens")
         self.max_bytes = int(parameters["max_prompt_bytes"])
         self._streams: dict[Conversation, Call] = {}
@@ -77,7 +78,8 @@ class TritonPythonModel:
         """Answers one request, whatever happens: a request without an answer makes its client wait for ever."""
         prompts: list[Prompt] = []
         with answering(call):
-            prompts = read_prompts(self.tokenizer, call.inputs, max_bytes=self.max_bytes)
+            check_parameters(call.parameters, self.name, SERVED)
+            prompts = read_prompts(self.tokenizer, call.inputs, max_bytes=self.max_bytes, parameters=call.parameters)
         threads = [
             threading.Thread(target=self._serve_row, args=(call, row, prompt, len(prompts)))
             for row, prompt in enumerate(prompts[1:], 1)
@@ -109,7 +111,7 @@ class TritonPythonModel:
                 "outputs": answer.outputs,
             }
             for arrays in conversation.ask(head, inputs):
-                call.send(answer.add(arrays))
+                call.send(answer.add(arrays), may_be_last=conversation.ended or answer.stopped)
                 if answer.stopped:
                     conversation.stop()
         except ChildError as error:
@@ -118,7 +120,7 @@ class TritonPythonModel:
         finally:
             with self._lock:
                 self._streams.pop(conversation, None)
-        call.send(answer.finish())
+        call.send(answer.finish(), may_be_last=True)
 
     def _watch(self) -> None:
         count = 0
@@ -139,6 +141,7 @@ class Call:
     ) -> None:
         self.inputs, self.request_id, self.parameters, self.timeout = inputs, request_id, parameters, timeout
         self._sender, self._closed = sender, False
+        self._held: Any = None
         self._error: Any = None
         # Triton crashes when it is asked about a request whose final response it has.
         self._closing = threading.Lock()
@@ -148,20 +151,34 @@ class Call:
             return not self._closed and bool(self._sender.is_cancelled())
 
     def close(self) -> None:
-        """Sends the final flag; with the last error, as a client that sees one often does not wait for what follows,
-        and Triton keeps a request for ever that is cancelled between its last response and a final flag."""
+        """Sends the final flag, with the last response or error where it was held until now: a client that sees it
+        often does not wait for what follows, and of a request that is cancelled between its last response and a final
+        flag Triton 24.10 crashes, or keeps it for ever and cannot unload the model."""
         with self._closing:
             self._closed = True
-            if self._error is None:
-                self._sender.send(flags=FINAL)
-            else:
+            if self._error is not None:
+                self._release()
                 self._sender.send(self._error, flags=FINAL)
+            elif self._held is not None:
+                self._release(flags=FINAL)
+            else:
+                self._sender.send(flags=FINAL)
 
-    def send(self, responses: list[Arrays]) -> None:
+    def send(self, responses: list[Arrays], *, may_be_last: bool) -> None:
+        """The last of those that may be the last is held until another comes, or the end."""
         for arrays in responses:
-            # Held until they are sent: Triton 24.10 destroys what the client did not ask for without Python's lock.
+            # Kept until they are sent: Triton 24.10 destroys what the client did not ask for without Python's lock.
             tensors = [pb_utils.Tensor(name, array) for name, array in arrays.items()]
-            self._sender.send(pb_utils.InferenceResponse(tensors))
+            with self._closing:
+                self._release()
+                self._held = pb_utils.InferenceResponse(tensors), tensors
+                if not may_be_last:
+                    self._release()
+
+    def _release(self, **flags: int) -> None:
+        if self._held is not None:
+            self._sender.send(self._held[0], **flags)
+            self._held = None
 
     def fail(self, message: str, code: Any) -> None:
         """Keeps an error until `close`; another row's error before it is sent."""
@@ -176,7 +193,7 @@ def answering(call: Call) -> Iterator[None]:
     """What is raised within is the answer."""
     try:
         yield
-    except RequestError as error:
+    except (RequestError, ParameterError) as error:
         call.fail(str(error), pb_utils.TritonError.INVALID_ARG)
     except Exception as error:
         pb_utils.Logger.log_error(f"a request failed: {error!r}")

@@ -13,6 +13,7 @@ from typing import Any
 import numpy as np
 import numpy.typing as npt
 
+from model_repo.trtseek_parameters import ParameterError, check_parameters
 from pipeline.runtime.errors import RequestError
 from pipeline.runtime.request import Priority, Request
 from pipeline.runtime.sampling import Sampling
@@ -51,12 +52,8 @@ SAMPLING_FIELDS = {
 # What an ensemble of TensorRT-LLM's always sends, and beam search's own, without effect on one beam.
 IGNORED = frozenset(
     [
-        "decoder_input_ids",
-        "decoder_input_lengths",
-        "prompt_table_extra_ids",
-        "len_penalty",
-        "early_stopping",
-        "beam_search_diversity_rate",
+        *("decoder_input_ids", "decoder_input_lengths", "prompt_table_extra_ids"),
+        *("len_penalty", "early_stopping", "beam_search_diversity_rate"),
     ]
 )
 KNOWN = frozenset(
@@ -73,6 +70,7 @@ KNOWN = frozenset(
         *retention.TENSORS,
     ]
 )
+SERVED = REQUEST_FIELDS.keys() | SAMPLING_FIELDS.keys() | KNOWN
 # Tensor -> what it is for, which is not served.
 REFUSED = {
     **dict.fromkeys(("encoder_input_features", "encoder_output_lengths"), "encoder-decoder models"),
@@ -125,6 +123,10 @@ def read_requests(
     Raises RequestError, which names the tensor.
     """
     _refuse_unserved(tensors)
+    try:
+        check_parameters(parameters, "tensorrt_llm", SERVED)
+    except ParameterError as error:
+        raise RequestError(error.name, error.problem, hint=error.hint) from None
     lengths = _require(tensors, "input_lengths").reshape(-1)
     ids = _require(tensors, "input_ids")
     _require(tensors, "request_output_len")
@@ -167,9 +169,8 @@ def name_tensor(error: RequestError) -> RequestError:
 
 
 def _refuse_unserved(tensors: Tensors) -> None:
-    served = REQUEST_FIELDS.keys() | SAMPLING_FIELDS.keys() | KNOWN | IGNORED
     for name, array in tensors.items():
-        if name not in served and array.size:
+        if name not in SERVED and name not in IGNORED and array.size:
             purpose = REFUSED.get(name)
             problem = f"is for {purpose}, which is not served" if purpose else "is not an input of tensorrt_llm"
             raise RequestError(name, problem, hint="leave the tensor out")
@@ -210,7 +211,7 @@ def _read_bias(tensors: Tensors, row: int, vocab_size: int) -> npt.NDArray[np.fl
 
 
 def _read_parameters(parameters: Mapping[str, Any], timeout_us: int) -> dict[str, Any]:
-    """Fields of Request from what the protocol carries beside tensors. Unknown parameters are other people's."""
+    """Fields of Request from what the protocol carries beside tensors."""
     values: dict[str, Any] = {}
     if "priority_class" in parameters:
         name = str(parameters["priority_class"])

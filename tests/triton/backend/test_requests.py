@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 from pathlib import Path
 from typing import Any
 
@@ -173,6 +174,26 @@ def test_empty_lists_stand_for_nothing() -> None:
 def test_what_is_wrong_is_named(values: dict[str, Any], problem: str) -> None:
     with pytest.raises(RequestError, match=problem):
         read(tensors(**values))
+
+
+@pytest.mark.parametrize(
+    ("name", "problem", "hint"),
+    [
+        ("temprature", "temprature is neither a parameter nor an input of tensorrt_llm", "did you mean temperature?"),
+        ("timeout", "", ""),  # Triton's own
+        ("triton_enable_empty_final_response", "", ""),
+        ("return_output_ids", "", ""),  # as it always does
+        ("temperature", "temperature is an input of tensorrt_llm, and came as a parameter", "send it as a tensor"),
+        ("what", "what is neither", "parameters: cache_salt, min_p, .*; inputs: bad_words_list, beam_width, "),
+    ],
+)
+def test_parameters_that_nobody_knows_are_refused(name: str, problem: str, hint: str) -> None:
+    if not problem:
+        assert read(tensors(), **{name: 1}) == read(tensors())
+        return
+    with pytest.raises(RequestError, match=problem) as caught:
+        read(tensors(), min_p=0.1, **{name: 1})
+    assert re.match(hint, caught.value.hint or "")
 
 
 @pytest.mark.parametrize(

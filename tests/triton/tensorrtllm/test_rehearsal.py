@@ -4,7 +4,10 @@ answers with the interpreter's tokens."""
 from __future__ import annotations
 
 import hashlib
+import json
 import time
+import urllib.error
+import urllib.request
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
@@ -112,6 +115,23 @@ def test_a_stop_string_ends_the_answer(client: Client) -> None:
 def test_what_it_refuses_is_said_to_the_client(client: Client) -> None:
     with pytest.raises(ServingError, match="max_tokens"):
         client.ask(Query(text="hello", options={"max_tokens": 0}), timeout=60)
+
+
+@pytest.mark.parametrize("model", ["ensemble", "tensorrt_llm_bls"])
+def test_a_misspelt_input_is_refused(server: TritonServer, model: str) -> None:
+    """An ensemble of Triton's hands what it makes of it to its steps."""
+    body = json.dumps({"text_input": "hello", "max_tokens": 2, "temprature": 0.5}).encode()
+    url = f"http://127.0.0.1:{server.addresses.http}/v2/models/{model}/generate"
+    with pytest.raises(urllib.error.HTTPError) as caught:
+        urllib.request.urlopen(url, body, timeout=60)
+    with caught.value as error:
+        assert "temprature: is neither a" in json.loads(error.read())["error"]
+
+
+def test_ids_of_a_text(client: Client, tokenizer: Any, runner: InterpreterRunner) -> None:
+    query = Query(text="a b c", options={"max_tokens": NEW, **QUIET}, ids=True)
+    expected = continue_alone(runner, tokenizer.encode("a b c"))
+    assert client.ask(query, timeout=60).output_ids == expected
 
 
 def test_a_cancelled_text_frees_its_blocks(server: TritonServer, client: Client) -> None:

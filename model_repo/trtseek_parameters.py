@@ -1,0 +1,54 @@
+"""What a request may carry beside its tensors: the protocol's parameters.
+
+Triton's `generate` makes a parameter of each JSON key that is no input of the model, so a misspelt input comes as one:
+what is not known is refused by name, as nobody would see that it had no effect.
+
+Copied into the version folders of the text models. Knows nothing of Triton, so it is tested without it.
+"""
+
+from __future__ import annotations
+
+import difflib
+from collections.abc import Collection, Mapping
+from typing import Any
+
+RETURN_IDS = "return_output_ids"  # of a text model's answer; tensorrt_llm's always has them
+KNOWN = ("cache_salt", "min_p", "priority_class", "queue_timeout_ms", RETURN_IDS, "timeout_ms")
+# Triton's, which its clients add and it does not always take out; so do all that begin like the last.
+TRITONS = ("binary_data_output", "id", "priority", "sequence_end", "sequence_id", "sequence_start", "timeout")
+TRITONS_PREFIX = "triton_"
+
+
+class ParameterError(ValueError):
+    """The parameter `name` cannot be served; the message, which is the client's, names it, too."""
+
+    def __init__(self, name: str, problem: str, hint: str) -> None:
+        super().__init__(f"{name}: {problem} ({hint})")
+        self.name, self.problem, self.hint = name, problem, hint
+
+
+def check_parameters(parameters: Mapping[str, Any], model: str, inputs: Collection[str]) -> None:
+    """Raises ParameterError for one that is not known. `inputs`: what the model that was asked takes as tensors; none
+    where another model may be in between, and it cannot be known."""
+    for name in parameters:
+        if name in KNOWN or name in TRITONS or name.startswith(TRITONS_PREFIX):
+            continue
+        if name in inputs:
+            raise ParameterError(name, f"is an input of {model}, and came as a parameter", "send it as a tensor")
+        known = f"parameters: {', '.join(KNOWN)}"
+        if not inputs:
+            raise ParameterError(name, "is neither a parameter nor an input of the model that was asked", known)
+        near = difflib.get_close_matches(name, [*KNOWN, *inputs], n=1)
+        meant = f"did you mean {near[0]}? " if near else ""
+        problem = f"is neither a parameter nor an input of {model}"
+        raise ParameterError(name, problem, f"{meant}{known}; inputs: {', '.join(sorted(inputs))}")
+
+
+def read_choice(parameters: Mapping[str, Any], name: str) -> bool:
+    """A parameter that is true or false; false where it is not given. Raises ParameterError."""
+    value = parameters.get(name, False)
+    if isinstance(value, str):
+        value = {"true": True, "false": False}.get(value.lower(), value)
+    if not isinstance(value, bool):
+        raise ParameterError(name, f"is {value!r}", "true or false")
+    return value
