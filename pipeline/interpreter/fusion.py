@@ -38,6 +38,9 @@ FAST_RULES: tuple[Rule, ...] = (
     rotary.scale_rotation,
     rotary.round_rotation,
     rotary.join_rotations,
+    rotary.join_rotated,
+    rotary.scale_joined,
+    rotary.round_joined,
     linear.prepare_packed_linear,
     linear.merge_packed_linears,
 )
@@ -45,7 +48,10 @@ FAST_RULES: tuple[Rule, ...] = (
 LAST_FAST_RULES: tuple[Rule, ...] = (
     attention.attend_in_place,
     attention.attend_packed,
+    attention.attend_latent,
     rotary.write_rotated,
+    rotary.write_joined,
+    experts.skip_packed_experts,
     pointwise.sum_and_norm,
 )
 

@@ -1,5 +1,6 @@
-"""Kernels in C for serving, where torch has none as fast: INT4 or INT8 weights times rows, rotation into the cache,
-attention over its blocks, norms and gates.
+"""Kernels in C for serving, where torch has none as fast: INT4 or INT8 weights times rows, 16-bit weights of heads times
+theirs, routed experts, rotation into the cache, attention over its blocks, norms and gates; and what little a router and
+tensors laid out anew take, so that they do not interrupt the others.
 
 Compiled in a second when first asked for, by the machine's own compiler and for its processor. Without a compiler
 torch's kernels run: more slowly, within the same roundings.
@@ -28,10 +29,21 @@ KERNELS = (
     "rotate_into_cache",
     "attend_pages",
     "attend_chunks",
+    "multiply_heads",
+    "join_rotated",
+    "run_experts",
+    "elementwise",
+    "copy",
+    "reduce",
+    "score_rows",
+    "top",
+    "one_hot",
+    "pick",
 )  # in the order of calls.c
 MOST_ARGUMENTS = 24  # as in calls.c
 SOURCES = tuple(
-    Path(__file__).with_name(f"{name}.c") for name in ("calls", "linear", "pointwise", "rotary", "attention", "chunks")
+    Path(__file__).with_name(f"{name}.c")
+    for name in ("calls", "linear", "pointwise", "rotary", "attention", "chunks", "heads", "experts", "small")
 )
 # No traps and no errno: nothing here reads them, and loops with a condition become vectors. NaN and infinity stay.
 FLAGS = ("-O3", "-march=native", "-fno-trapping-math", "-fno-math-errno", "-fopenmp", "-shared", "-fPIC")
@@ -48,7 +60,7 @@ class Call:
     kernel refuses its arguments.
     """
 
-    kernel: str
+    kernel: str | None  # None: nothing is computed, the outputs are inputs seen in another shape
     arguments: tuple[int | None, ...]
     outputs: Any
     scratch: int = 0
@@ -86,7 +98,7 @@ class Calls:
         self._scratch = empty((max(call.scratch for call in calls),), dtype=torch.uint8)
         words = array("q")
         for call in calls:
-            words.extend((KERNELS.index(call.kernel), call.threads > 1, self._scratch.data_ptr()))
+            words.extend((KERNELS.index(str(call.kernel)), call.threads > 1, self._scratch.data_ptr()))
             words.extend(value or 0 for value in call.arguments)
             words.extend([0] * (MOST_ARGUMENTS - len(call.arguments)))
         self._words = words
