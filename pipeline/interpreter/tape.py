@@ -68,8 +68,8 @@ class Memory:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Layout:
-    """Calls on the arena, of these layers. copies: for each tensor of the inputs its place, or None where it is read where it lies.
-    results: the slots that others read, with the tensor there, or the slot of the input that it is."""
+    """Calls on the arena, each of a layer. copies: for each tensor of the inputs its place, or None where it is read
+    where it lies. results: the slots that others read, with the tensor there, or the slot of the input that it is."""
 
     calls: Calls
     layers: tuple[str, ...]

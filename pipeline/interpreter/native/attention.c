@@ -33,9 +33,9 @@ INLINE void score(const int bf16, const int count, const int near, const void *q
     long d = 0;
     for (; d + LANES <= width; d += LANES) {
         floats keys[NEAR];
-        for (int j = 0; j < near; j++) keys[j] = load_values(bf16, k_pool, rows[j] * width + d);
+        for (int j = 0; j < near; j++) keys[j] = keep(load_values(bf16, k_pool, rows[j] * width + d));
         for (int g = 0; g < count; g++) {
-            const floats query = load_values(bf16, q, from + g * width + d);
+            const floats query = keep(load_values(bf16, q, from + g * width + d));
             for (int j = 0; j < near; j++) sum[g][j] += query * keys[j];
         }
     }
@@ -66,7 +66,7 @@ INLINE void add_values(const int bf16, const int count, const void *v_pool, cons
             for (int v = 0; v < NEAR; v++) sum[g][v] = load_floats(sums + g * s.v_width + d + LANES * v);
         for (long j = 0; j < keys; j++)
             for (int v = 0; v < NEAR; v++) {
-                const floats values = load_values(bf16, v_pool, rows[j] * s.v_step + d + LANES * v);
+                const floats values = keep(load_values(bf16, v_pool, rows[j] * s.v_step + d + LANES * v));
                 for (int g = 0; g < count; g++) sum[g][v] += scores[g * step + j] * values;
             }
         for (int g = 0; g < count; g++)

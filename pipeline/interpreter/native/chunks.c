@@ -45,7 +45,7 @@ INLINE void multiply_few(const int count, const float *a, long a_step, const flo
             for (int v = 0; v < 2; v++) sum[m][v] = add ? load_floats(c + m * columns + n + LANES * v) : (floats){0};
         for (long k = 0; k < depth; k++)
             for (int v = 0; v < 2; v++) {
-                const floats right = load_floats(b + k * b_step + n + LANES * v);
+                const floats right = keep(load_floats(b + k * b_step + n + LANES * v));
                 for (int m = 0; m < count; m++) sum[m][v] += a[m * a_step + k] * right;
             }
         for (int m = 0; m < count; m++)

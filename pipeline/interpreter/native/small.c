@@ -8,9 +8,9 @@
 
 enum { DIMS = 4 };
 
-typedef enum { SUM, PROD, SUB, DIV, MOST, LEAST, AVERAGE } operation;  // in the order of operations/small.py
+enum { SUM, PROD, SUB, DIV, MOST, LEAST, AVERAGE };  // in the order of operations/small.py
 
-INLINE float apply(const operation op, float a, float b) {
+static float apply(int64_t op, float a, float b) {
     if (op == SUM) return a + b;
     if (op == PROD) return a * b;
     if (op == SUB) return a - b;
@@ -32,32 +32,25 @@ INLINE long start_of_line(const int64_t *dims, const int64_t *steps, long i) {
     return i / (dims[1] * dims[2]) * steps[0] + i / dims[2] % dims[1] * steps[1] + i % dims[2] * steps[2];
 }
 
-INLINE void apply_lines(const operation op, const int bf16, const elementwise_arguments *e, team all) {
+// Only what is added to a stream of many values is worth vectors.
+INLINE void apply_line(const int bf16, const elementwise_arguments *e, long a, long b, long y) {
     const long width = e->dims[3], a_step = e->a_steps[3], b_step = e->b_steps[3];
-    for (long line = all.me; line < e->dims[0] * e->dims[1] * e->dims[2]; line += all.count) {
-        const long a = start_of_line(e->dims, e->a_steps, line), b = start_of_line(e->dims, e->b_steps, line);
-        if (a_step == 1 && b_step == 1)
+    if (e->op == SUM && a_step == 1 && b_step == 1)
 #pragma omp simd
-            for (long k = 0; k < width; k++)
-                put(bf16, e->y, line * width + k, apply(op, get(bf16, e->a, a + k), get(bf16, e->b, b + k)));
-        else
-            for (long k = 0; k < width; k++)
-                put(bf16, e->y, line * width + k,
-                    apply(op, get(bf16, e->a, a + k * a_step), get(bf16, e->b, b + k * b_step)));
-    }
+        for (long k = 0; k < width; k++) put(bf16, e->y, y + k, get(bf16, e->a, a + k) + get(bf16, e->b, b + k));
+    else
+        for (long k = 0; k < width; k++)
+            put(bf16, e->y, y + k, apply(e->op, get(bf16, e->a, a + k * a_step), get(bf16, e->b, b + k * b_step)));
 }
 
 int elementwise(const void *arguments, void *scratch, team all) {
     const elementwise_arguments *e = arguments;
-    switch (2 * e->op + e->bf16) {
-#define OP(op)                        \
-    case 2 * op:                      \
-        apply_lines(op, 0, e, all); \
-        break;                        \
-    case 2 * op + 1:                  \
-        apply_lines(op, 1, e, all); \
-        break;
-        OP(SUM) OP(PROD) OP(SUB) OP(DIV) OP(MOST) OP(LEAST)
+    for (long line = all.me; line < e->dims[0] * e->dims[1] * e->dims[2]; line += all.count) {
+        const long a = start_of_line(e->dims, e->a_steps, line), b = start_of_line(e->dims, e->b_steps, line);
+        if (e->bf16)
+            apply_line(1, e, a, b, line * e->dims[3]);
+        else
+            apply_line(0, e, a, b, line * e->dims[3]);
     }
     return 0;
 }
@@ -107,9 +100,7 @@ int reduce(const void *arguments, void *scratch, team all) {
         float result = *x;
         for (long n = 1; n < r->count; n++) {
             const float value = x[n * r->inner];
-            result = r->op == MOST    ? apply(MOST, result, value)
-                     : r->op == LEAST ? apply(LEAST, result, value)
-                                      : result + value;
+            result = r->op == AVERAGE ? result + value : apply(r->op, result, value);
         }
         r->y[i] = r->op == AVERAGE ? result / (float)r->count : result;
     }

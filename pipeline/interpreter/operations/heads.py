@@ -1,5 +1,5 @@
-"""Products with 16-bit or wide constants in C: of each head with its own matrix, or of rows with one. Weights are read as
-they are stored, which for few rows is what a product costs.
+"""Products with 16-bit or wide constants in C: of each head with its own matrix, or of rows with one. Weights are read
+as they are stored, which for few rows is what a product costs.
 
 h heads, T rows, in and out: widths."""
 
@@ -23,8 +23,8 @@ TYPES = (torch.float32, torch.bfloat16, torch.float16)  # in the order of native
 
 
 def compile_heads(site: Site, otherwise: Callable[[], Kernel]) -> Kernel | None:
-    """x [h, T, in] times a constant [h, in, out], or [T, in] times [in, out]; op1 says where it is transposed. None where
-    the kernel in C does not take it. `otherwise` compiles what is faster with many rows."""
+    """x [h or 1, T, in] times a constant [h, in, out], or [T, in] times [in, out]; op1 says where it is transposed. None
+    where the kernel in C does not take it. `otherwise` compiles what is faster with many rows."""
     held, library, rank = site.held(), load_library(), site.rank(1)
     transposed = site.attribute("op1") == "transpose"
     shape = site.spec(1).shape
@@ -40,8 +40,9 @@ def compile_heads(site: Site, otherwise: Callable[[], Kernel]) -> Kernel | None:
 
     def pack() -> Tensor:
         values = (kept.transpose(-1, -2) if transposed else kept).to(stored)
-        heads = values.view(-1, *values.shape[-2:]) if rank == 2 else values
-        return heads.unflatten(2, (-1, COLUMNS)).transpose(1, 2).contiguous()  # [h, out / 16, in, 16]
+        heads = values.unsqueeze(0) if rank == 2 else values
+        blocks = heads.reshape(*heads.shape[:2], -1, COLUMNS)
+        return blocks.transpose(1, 2).contiguous()  # [h, out / 16, in, 16]
 
     packed = site.prepare(1, f"heads {transposed}", kept.numel() * stored.itemsize, pack)
     if packed is None:

@@ -1,5 +1,5 @@
-"""What is rotated and what is not, side by side (latent attention's queries and keys): made, or written to the cache, in
-one pass. T packed rows, N heads."""
+"""What is rotated and what is not, side by side (latent attention's queries and keys): made, or written to the cache,
+in one pass. T packed rows, N heads."""
 
 from __future__ import annotations
 
@@ -36,8 +36,8 @@ def compile_join_rotated(site: Site) -> Kernel:
 
 
 def compile_write_joined(site: Site) -> Kernel:
-    """Inputs: left, right and its turns, rows of the cache, a pool [blocks, N, size, width + dim]. → the pool, with what
-    they make at those rows."""
+    """Inputs: left, right and its turns, rows of the cache, a pool [blocks, N, size, width + dim]. → the pool, with
+    what they make at those rows."""
     held, rotate = site.held(), _compile_rotation(site)
 
     def written(left: Tensor, right: Tensor, turns: Any, target: Places, pool: Tensor) -> Tensor:

@@ -27,8 +27,8 @@ def find_library(site: Site) -> Library | None:
 
 
 def lines(shape: Sequence[int], *strides: Sequence[int]) -> list[list[int]]:
-    """The same memory with as few dimensions as say it, filled up to DIMS from the front: dimensions, and of each tensor
-    its steps."""
+    """The same memory in fewer dimensions, the first but one and those after it, and then filled up to DIMS from the
+    front: dimensions, and of each tensor its steps. The first stays apart, for threads to share."""
     dims: list[list[int]] = []  # size and steps
     for size, *steps in zip(shape, *strides, strict=True):
         if size == 1:

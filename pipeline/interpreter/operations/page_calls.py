@@ -1,5 +1,5 @@
-"""Calls of the kernels in C that attend over the blocks of a cache. B sequences, N heads, Q queries of the longest chunk,
-K keys, D head size, T packed rows."""
+"""Calls of the kernels in C that attend over the blocks of a cache. B sequences, N heads, Q queries of the longest
+chunk, K keys, D head size, T packed rows."""
 
 from __future__ import annotations
 
@@ -18,8 +18,8 @@ FEWEST_SHARED = 1 << 15  # multiplications, from which on another thread helps: 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Pages:
-    """What an attention is over. size: rows of a block; width: of a key; v_width: of a value, the first of them in a row
-    of the values' pool. bias_rows: how many of the bias, next to each other, a query has, which say the same."""
+    """What an attention is over. size: rows of a block; width: of a key; v_width: of a value, the first in a row of
+    the values' pool. bias_rows: how many of the bias, next to each other, a query has, which say the same."""
 
     held: torch.dtype
     heads: int

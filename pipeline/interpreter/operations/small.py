@@ -1,5 +1,5 @@
-"""In fast mode, in C: what a router is made of. Each takes microseconds, in torch as in C; but what runs in C is part of
-the one call that a step is (tape.py).
+"""In fast mode, in C: what a router is made of. Each takes microseconds, in torch as in C; but what runs in C is part
+of the one call that a step is (tape.py).
 
 Each takes the kernel in torch, for what that in C does not take."""
 
@@ -28,9 +28,9 @@ def elementwise(site: Site, kernel: Kernel) -> Kernel:
     def plan(empty: Empty, a: Tensor, b: Tensor) -> Call | None:
         if a.dtype is not b.dtype or a.dtype not in NATIVE:
             return None
-        shape = torch.broadcast_shapes(a.shape, b.shape)
-        a, b, y = a.expand(shape), b.expand(shape), empty(shape, dtype=a.dtype)
-        dims, a_steps, b_steps = lines(shape, a.stride(), b.stride())
+        a, b = torch.broadcast_tensors(a, b)
+        y = empty(a.shape, dtype=a.dtype)
+        dims, a_steps, b_steps = lines(y.shape, a.stride(), b.stride())
         return Call(
             kernel="elementwise",
             arguments=(

@@ -46,9 +46,7 @@ def skip_experts(graph: Graph, node: Node) -> list[Node] | None:
     weight other than zero, the others' zeros are not added.
 
     The same sum, as long as no expert's result is infinite or NaN on a row that does not want it."""
-    return _skip(
-        graph, node, lambda stacks: math.prod(graph.specs[stacks[-1].weight].shape[1:]) >= WORTH_SKIPPING
-    )
+    return _skip(graph, node, lambda stacks: math.prod(graph.specs[stacks[-1].weight].shape[1:]) >= WORTH_SKIPPING)
 
 
 def _skip(graph: Graph, node: Node, is_worth_it: Callable[[Sequence[_Stack]], bool]) -> list[Node] | None:
