@@ -23,8 +23,8 @@ TYPES = (torch.float32, torch.bfloat16, torch.float16)  # in the order of native
 
 
 def compile_heads(site: Site, otherwise: Callable[[], Kernel]) -> Kernel | None:
-    """x [h or 1, T, in] times a constant [h, in, out], or [T, in] times [in, out]; op1 says where it is transposed. None
-    where the kernel in C does not take it. `otherwise` compiles what is faster with many rows."""
+    """x [h or 1, T, in] times a constant [h, in, out], or [T, in] times [in, out]; op1 says where it is transposed.
+    None where the kernel in C does not take it. `otherwise` compiles what is faster with many rows."""
     held, library, rank = site.held(), load_library(), site.rank(1)
     transposed = site.attribute("op1") == "transpose"
     shape = site.spec(1).shape

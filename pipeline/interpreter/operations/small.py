@@ -28,9 +28,9 @@ def elementwise(site: Site, kernel: Kernel) -> Kernel:
     def plan(empty: Empty, a: Tensor, b: Tensor) -> Call | None:
         if a.dtype is not b.dtype or a.dtype not in NATIVE:
             return None
-        a, b = torch.broadcast_tensors(a, b)
-        y = empty(a.shape, dtype=a.dtype)
-        dims, a_steps, b_steps = lines(y.shape, a.stride(), b.stride())
+        shape = [max(sizes) if min(sizes) else 0 for sizes in zip(a.shape, b.shape, strict=True)]
+        a, b, y = a.expand(shape), b.expand(shape), empty(shape, dtype=a.dtype)
+        dims, a_steps, b_steps = lines(shape, a.stride(), b.stride())
         return Call(
             kernel="elementwise",
             arguments=(
