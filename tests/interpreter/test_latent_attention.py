@@ -109,6 +109,18 @@ def test_chunks(
     torch.testing.assert_close(y.double(), expected(step), rtol=1e-5, atol=1e-5)
 
 
+@pytest.mark.parametrize("variant", ["native", "portable"])
+@pytest.mark.parametrize("heads", [1, 11, 80])
+def test_chunks_of_long_keys(monkeypatch: pytest.MonkeyPatch, variant: str, heads: int) -> None:
+    """Which are not transposed."""
+    monkeypatch.setitem(globals(), "WIDTH", 288)
+    monkeypatch.setitem(globals(), "VALUES", 256)
+    step = latents(heads, [33, 1, 7], [33, 100, 64])
+    step = replace(step, q=step.q / 3)
+    y = compile_kernel(monkeypatch, heads, torch.float32, variant)(*inputs(step))
+    torch.testing.assert_close(y.double(), expected(step), rtol=1e-5, atol=1e-5)
+
+
 @pytest.mark.parametrize("counts", [[1, 1], [9, 5]])
 @pytest.mark.parametrize("threads", [2, 3])
 def test_threads_change_nothing(monkeypatch: pytest.MonkeyPatch, counts: list[int], threads: int) -> None:

@@ -49,7 +49,7 @@ SOURCES = tuple(
 # No traps and no errno: nothing here reads them, and loops with a condition become vectors. NaN and infinity stay.
 FLAGS = ("-O3", "-march=native", "-fno-trapping-math", "-fno-math-errno", "-fopenmp", "-fPIC")
 COMPILERS = ("gcc", "cc", "clang")
-SECONDS = 60  # of each source
+SECONDS = 300  # of each source: on a busy machine a hundred times what it takes
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -131,7 +131,7 @@ def load_library(*options: str) -> Library | None:
         command = [compiler, *FLAGS, *options]
         try:
             # Each by a process of its own: together they take as long as the longest, where there are cores for them.
-            with ThreadPoolExecutor() as pool:
+            with ThreadPoolExecutor(os.cpu_count()) as pool:
                 list(
                     pool.map(_call, ([*command, "-c", str(s), "-o", o] for s, o in zip(SOURCES, objects, strict=True)))
                 )

@@ -14,8 +14,11 @@ typedef struct {
     int64_t arguments[MOST_ARGUMENTS];
 } call;
 
-static kernel *const kernels[] = {linear,       rms_norm,   gate, rotate_into_cache, attend_pages, attend_chunks,
-                                  multiply_heads, join_rotated, run_experts, elementwise, copy, reduce, score_rows, top, one_hot, pick};
+static kernel *const kernels[] = {
+    linear,       rms_norm,    gate,        rotate_into_cache, attend_pages, attend_chunks, multiply_heads,
+    join_rotated, run_experts, elementwise, copy,              reduce,       score_rows,    top,
+    one_hot,      pick,
+};
 
 // Returns the number of the call that was refused, after which none is made, or `count`.
 long run(const call *calls, long count, int threads) {

@@ -10,6 +10,8 @@ enum {
     ROWS = 64,         // about as many rows of queries, of all heads that share a key head, are computed at a time
     FEW = 4,           // of them at once, and
     WIDE = 2 * LANES,  // as many columns: the sums stay in registers
+    NEAR = 2,          // keys at once, where they are
+    LONG = 256         // values or longer: as they lie they are then multiplied faster than they are transposed
 };
 
 // q [rows, heads, width] and y [rows, heads, v_width]; pools [blocks, kv_heads, size, width or v_step], of which v_width
@@ -63,6 +65,34 @@ INLINE void multiply(long count, const float *a, long a_step, const float *b, lo
         multiply_few(1, a + m * a_step, a_step, b, b_step, columns, depth, c + m * columns, add);
 }
 
+INLINE void dot_few(const int count, const float *q, const float *keys, long width, float *scores, long step) {
+    floats sum[FEW][NEAR];
+    for (int m = 0; m < count; m++)
+        for (int j = 0; j < NEAR; j++) sum[m][j] = (floats){0};
+    for (long d = 0; d < width; d += LANES) {
+        floats key[NEAR];
+        for (int j = 0; j < NEAR; j++) key[j] = keep(load_floats(keys + j * width + d));
+        for (int m = 0; m < count; m++) {
+            const floats query = keep(load_floats(q + m * width + d));
+            for (int j = 0; j < NEAR; j++) sum[m][j] += query * key[j];
+        }
+    }
+    for (int m = 0; m < count; m++)
+        for (int j = 0; j < NEAR; j++) scores[m * step + j] = sum_lanes(sum[m][j]);
+}
+
+// scores [count, size] = q [count, width] keysᵀ, of the first `seen` keys, NEAR at a time.
+INLINE void dot(long count, const float *q, const float *keys, long width, float *scores, long size, long seen) {
+    for (long m = 0; m < count; m += FEW)
+        for (long j = 0; j < seen; j += NEAR) {
+            if (m + FEW <= count)
+                dot_few(FEW, q + m * width, keys + j * width, width, scores + m * size + j, size);
+            else
+                for (long i = m; i < count; i++)
+                    dot_few(1, q + i * width, keys + j * width, width, scores + i * size + j, size);
+        }
+}
+
 INLINE void transpose(const float *from, long rows, long columns, float *to) {
     for (long first = 0; first < rows; first += LANES)
         for (long d = 0; d < columns; d++)
@@ -109,8 +139,13 @@ INLINE void attend_rows(const chunk_arguments *a, long b, long head, long first,
         const long seen = count_seen(a, bias, queries);
         if (!seen) continue;
         const long row = (a->table[b * a->columns + c] * a->kv_heads + head) * a->size;
-        transpose(a->k_pool + row * a->width, a->size, a->width, w.keys);
-        multiply(count, w.q, a->width, w.keys, a->size, a->size, a->width, w.scores, 0);
+        const float *keys = a->k_pool + row * a->width;
+        if (a->width >= LONG && a->width % LANES == 0) {
+            dot(count, w.q, keys, a->width, w.scores, a->size, seen);
+        } else {
+            transpose(keys, a->size, a->width, w.keys);
+            multiply(count, w.q, a->width, w.keys, a->size, a->size, a->width, w.scores, 0);
+        }
         for (long m = 0; m < count; m++)
             weigh(a, bias + m % queries * a->query_step, w.scores + m * a->size, w.sums + m * a->v_width, w.most + m,
                   w.total + m);
