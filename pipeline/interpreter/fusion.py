@@ -38,6 +38,9 @@ FAST_RULES: tuple[Rule, ...] = (
     rotary.scale_rotation,
     rotary.round_rotation,
     rotary.join_rotations,
+    rotary.join_rotated,
+    rotary.scale_joined,
+    rotary.round_joined,
     linear.prepare_packed_linear,
     linear.merge_packed_linears,
 )
@@ -45,8 +48,17 @@ FAST_RULES: tuple[Rule, ...] = (
 LAST_FAST_RULES: tuple[Rule, ...] = (
     attention.attend_in_place,
     attention.attend_packed,
+    attention.attend_latent,
     rotary.write_rotated,
+    rotary.write_joined,
+    experts.skip_packed_experts,
     pointwise.sum_and_norm,
+)
+
+
+# What depends only on the step, which the rules split off.
+OF_THE_STEP = frozenset(
+    {"attention_bias", "cache_rows", "head_turns", "page_rows", "rotary_rows", "row_index", "row_turns"}
 )
 
 
@@ -56,4 +68,15 @@ def fuse(graph: Graph, numerics: Numerics) -> Graph:
     graph = drop_unused(merge_equal(graph, numerics))
     for rule in LAST_FAST_RULES if numerics.mode == "fast" else ():
         graph = rewrite(graph, rule)
-    return graph
+    return _step_first(graph) if numerics.mode == "fast" else graph
+
+
+def _step_first(graph: Graph) -> Graph:
+    """What depends only on the step is computed before the layers, so that it does not part their kernels in C."""
+    first: set[str] = set()  # outputs
+    for node in reversed(graph.nodes):
+        if node.kind in OF_THE_STEP or any(spec.name in first for spec in node.outputs):
+            first.update(name for name in (*node.inputs, *(spec.name for spec in node.outputs)) if name is not None)
+    of_the_step = [any(spec.name in first for spec in node.outputs) for node in graph.nodes]
+    ordered = sorted(zip(of_the_step, graph.nodes, strict=True), key=lambda pair: not pair[0])
+    return graph.with_nodes(node for _, node in ordered)

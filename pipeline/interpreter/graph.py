@@ -15,7 +15,7 @@ if TYPE_CHECKING:
     from pipeline.network.program import Node, Program, TensorSpec
 
 # Kinds that write to an input; the plugins that do know it themselves.
-IN_PLACE = {"kv_cache_update": (0,), "write_cache_rows": (0,), "rotate_into_cache": (3, 4)}
+IN_PLACE = {"kv_cache_update": (0,), "write_cache_rows": (0,), "rotate_into_cache": (3, 4), "write_joined": (4,)}
 
 
 def updates(node: Node) -> tuple[int, ...]:

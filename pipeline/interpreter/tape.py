@@ -68,10 +68,11 @@ class Memory:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Layout:
-    """Calls on the arena. copies: for each tensor of the inputs its place, or None where it is read where it lies.
-    results: the slots that others read, with the tensor there, or the slot of the input that it is."""
+    """Calls on the arena, each of a layer. copies: for each tensor of the inputs its place, or None where it is read
+    where it lies. results: the slots that others read, with the tensor there, or the slot of the input that it is."""
 
     calls: Calls
+    layers: tuple[str, ...]
     refusals: tuple[str, ...]
     copies: tuple[Tensor | None, ...]
     results: tuple[tuple[int, Tensor | int], ...]
@@ -97,9 +98,15 @@ class Tape:
         self._wanted = tuple(slot for slot in written if slot in wanted)
         self._updated = {step.reads[index] for step, kernel in self._steps for index in kernel.updates}
         last = {slot: index for index, step in enumerate(steps) for slot in (*step.writes, *step.reads)}
+        kept = set(wanted)
+        for step, kernel in reversed(self._steps):
+            if kernel.shares:  # what is read of its outputs is memory of its inputs
+                kept.update(step.reads if not kept.isdisjoint(step.writes) else ())
+                ends = max(last[slot] for slot in step.writes)
+                last.update({slot: max(last[slot], ends) for slot in step.reads})
         self._lasts: dict[int, list[int]] = {}  # step: those whose outputs nobody reads after it
         for index, step in enumerate(steps):
-            if wanted.isdisjoint(step.writes):
+            if kept.isdisjoint(step.writes):
                 self._lasts.setdefault(max(last[slot] for slot in step.writes), []).append(index)
         self._layouts: dict[Form, Layout] = {}  # the one that was used last is the last
         self._others: set[Form] = set()
@@ -119,7 +126,7 @@ class Tape:
                 place.copy_(tensor)
         refused = layout.calls.run()
         if refused is not None:
-            raise ExecutionError(self.layers[refused], IndexError(layout.refusals[refused]))
+            raise ExecutionError(layout.layers[refused], IndexError(layout.refusals[refused]))
         for slot, result in layout.results:
             values[slot] = result.clone() if isinstance(result, Tensor) else values[result]
 
@@ -159,22 +166,27 @@ class Tape:
                 places.append(tensor if copies[-1] is None else copies[-1])
             known[slot] = tuple(places) if isinstance(values[slot], tuple) else places[0]
         memory.taken()  # copies stay
-        calls, taken = [], list[list[Tensor]]()
+        calls, layers, taken = [], [], list[list[Tensor]]()
         for index, (step, kernel) in enumerate(self._steps):
             call = kernel.plan(memory.empty, *[known[slot] for slot in step.reads])
             if call is None or not memory.is_enough:
                 return None
             outputs = call.outputs if len(step.writes) > 1 else (call.outputs,)
             known.update(zip(step.writes, outputs, strict=True))
-            calls.append(call)
+            if call.kernel is not None:
+                calls.append(call)
+                layers.append(step.layers[-1])
             taken.append(memory.taken())
             for other in self._lasts.get(index, ()):
                 memory.release(taken[other])
+        if not calls:
+            return None
         laid_out = kernel.library.lay_out(calls, memory.empty)
         if not memory.is_enough:
             return None
         return Layout(
             calls=laid_out,
+            layers=tuple(layers),
             refusals=tuple(call.refusal for call in calls),
             copies=tuple(copies),
             results=tuple((slot, lying.get(id(known[slot]), known[slot])) for slot in self._wanted),
@@ -195,4 +207,5 @@ def join_native(steps: Sequence[Step], template: Sequence[Any], wanted: set[int]
         run = list(group)
         index += len(run)
         later = wanted | {slot for slot, reader in last.items() if reader >= index}
-        yield from [Tape(run, template, later, arena)] if native and len(run) > 1 else run
+        calls = [step for step in run if native and not getattr(step.kernel, "shares", False)]
+        yield from [Tape(run, template, later, arena)] if calls and len(run) > 1 else run

@@ -9,7 +9,7 @@ import torch
 from torch import Tensor
 
 from pipeline.interpreter.numerics import Numerics
-from pipeline.interpreter.operations import paged_attention
+from pipeline.interpreter.operations import page_calls, paged_attention
 from pipeline.interpreter.operations.site import Site
 from pipeline.network.program import Node, TensorSpec
 
@@ -142,7 +142,7 @@ def test_one_bias_for_all_queries_and_sequences(monkeypatch: pytest.MonkeyPatch)
 def test_threads_change_nothing(monkeypatch: pytest.MonkeyPatch, threads: int) -> None:
     step, kernel = draw(6, 2, [70, 20], [130, 20]), compile_kernel(monkeypatch, 6, 2)
     alone = kernel(*step.inputs(3))
-    monkeypatch.setattr(paged_attention, "FEWEST_SHARED", 0)
+    monkeypatch.setattr(page_calls, "FEWEST_SHARED", 0)
     monkeypatch.setattr(torch, "get_num_threads", lambda: threads)
     assert torch.equal(kernel(*step.inputs(3)), alone)
 

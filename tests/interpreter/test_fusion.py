@@ -63,7 +63,9 @@ def test_fast_mode_does_in_one_what_shares_an_input(programs: dict[str, Program]
     assert [scaled[kind] for kind in ("linears_packed", "linear_packed")] == [0, 4 * 3]
     assert [found[kind] for kind in ("attend_packed", "attend", "gather_pages", "page_rows")] == [3, 0, 0, 1]
     latent = kinds(programs["deepseek_v2_int4"], "fast")  # q and k are no slices of one tensor
-    assert [latent[kind] for kind in ("rotate_heads", "rotate_into_cache", "write_cache_rows")] == [0, 0, 3]
+    assert [latent[kind] for kind in ("rotate_heads", "rotate_into_cache", "write_cache_rows")] == [0, 0, 0]
+    assert [latent[kind] for kind in ("join_rotated", "write_joined", "concatenation")] == [3, 3, 0]
+    assert [latent[kind] for kind in ("attend_latent", "attend", "gather")] == [3, 0, 1]  # of the embedding
 
 
 def test_norms_and_constant_products_are_found(programs: dict[str, Program]) -> None:

@@ -7,7 +7,7 @@ import pytest
 import torch
 
 from pipeline.interpreter.numerics import Numerics, multiplied_as
-from pipeline.interpreter.operations import paged_attention
+from pipeline.interpreter.operations import page_calls, paged_attention
 from pipeline.interpreter.operations.site import Site
 from pipeline.network.program import Node, TensorSpec
 
@@ -108,7 +108,7 @@ def test_masked_keys_are_not_read_and_threads_change_nothing(monkeypatch: pytest
     alone = kernel(q, k, v, table, rows, bias)
     last = int(table[0, 1])
     k[last, :, 5:], v[last, :, 5:] = math.nan, math.nan  # rows 13 to 15
-    monkeypatch.setattr(paged_attention, "FEWEST_SHARED", 0)
+    monkeypatch.setattr(page_calls, "FEWEST_SHARED", 0)
     monkeypatch.setattr(torch, "get_num_threads", lambda: 3)
     assert torch.equal(kernel(q, k, v, table, rows, bias), alone)
 

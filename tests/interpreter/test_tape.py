@@ -12,7 +12,7 @@ from pipeline.checkpoint.tensors import RawTensor
 from pipeline.interpreter import compiler, tape
 from pipeline.interpreter.errors import ExecutionError
 from pipeline.interpreter.interpreter import Interpreter
-from pipeline.interpreter.operations import packed, paged_attention, rotation
+from pipeline.interpreter.operations import packed, page_calls, rotation
 from pipeline.interpreter.plan import Plan, Step, Values
 from pipeline.interpreter.tape import Layout, Tape
 from pipeline.network import inputs as ports
@@ -90,7 +90,7 @@ def test_the_number_of_threads_changes_nothing(llama: Program, threads: int, mon
 
     text = [token % 2048 for token in read_held_out("deepseek-coder-tiny", 64)]
     expected = run()
-    for module in (paged_attention, packed, rotation):
+    for module in (page_calls, packed, rotation):
         monkeypatch.setattr(module, "FEWEST_SHARED", 0)
     monkeypatch.setattr(torch, "get_num_threads", lambda: threads)
     assert all(torch.equal(*pair) for pair in zip(run(), expected, strict=True))
@@ -176,7 +176,7 @@ def test_what_is_too_large_to_copy_or_to_hold(limit: str, monkeypatch: pytest.Mo
 @pytest.mark.parametrize("threads", [1, 2])
 def test_a_refusal_names_the_layer(llama: Program, threads: int, monkeypatch: pytest.MonkeyPatch) -> None:
     """Again and again: threads must agree where they stop."""
-    monkeypatch.setattr(paged_attention, "FEWEST_SHARED", 0)
+    monkeypatch.setattr(page_calls, "FEWEST_SHARED", 0)
     monkeypatch.setattr(torch, "get_num_threads", lambda: threads)
     runner = InterpreterRunner(llama, mode="fast")
     runner.allocate(BLOCKS)

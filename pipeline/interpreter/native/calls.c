@@ -6,7 +6,7 @@
 
 #include "calls.h"
 
-enum { MOST_ARGUMENTS = 24 };
+enum { MOST_ARGUMENTS = 28 };
 
 typedef struct {
     int64_t function, shared;  // shared: by the team's threads; else the first does it alone
@@ -14,7 +14,11 @@ typedef struct {
     int64_t arguments[MOST_ARGUMENTS];
 } call;
 
-static kernel *const kernels[] = {linear, rms_norm, gate, rotate_into_cache, attend_pages, attend_chunks};
+static kernel *const kernels[] = {
+    linear,       rms_norm,    gate,        rotate_into_cache, attend_pages, attend_chunks, multiply_heads,
+    join_rotated, run_experts, elementwise, copy,              reduce,       score_rows,    top,
+    one_hot,      pick,
+};
 
 // Returns the number of the call that was refused, after which none is made, or `count`.
 long run(const call *calls, long count, int threads) {
@@ -24,11 +28,14 @@ long run(const call *calls, long count, int threads) {
         const team all = {omp_get_thread_num(), omp_get_num_threads(), &place}, alone = {0, 1, &place};
         for (long i = 0; i < count; i++) {
             const call *c = calls + i;
-            if ((c->shared || all.me == 0) &&
+            // Of two calls that the first thread makes alone it need not be waited for. Nothing follows a refusal; but
+            // another thread may be at the next call already, and refuse it.
+            if ((c->shared || all.me == 0) && place.refused >= i &&
                 kernels[c->function](c->arguments, c->scratch, c->shared ? all : alone))
                 place.refused = i;
+            if (!c->shared && i + 1 < count && !c[1].shared) continue;
             wait_for_all(all);
-            if (place.refused <= i) break;  // another thread may be at the next call already, and refuse it
+            if (place.refused <= i) break;
         }
     }
     return place.refused;

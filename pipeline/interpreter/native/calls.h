@@ -36,4 +36,5 @@ INLINE void wait_for_all(team all) {
 // to work in. Returns 1, and changes nothing, where it refuses what it was given.
 typedef int kernel(const void *arguments, void *scratch, team all);
 
-kernel linear, rms_norm, gate, rotate_into_cache, attend_pages, attend_chunks;
+kernel linear, rms_norm, gate, rotate_into_cache, attend_pages, attend_chunks, multiply_heads, join_rotated;
+kernel run_experts, elementwise, copy, reduce, score_rows, top, one_hot, pick;

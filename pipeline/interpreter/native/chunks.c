@@ -10,20 +10,23 @@ enum {
     ROWS = 64,         // about as many rows of queries, of all heads that share a key head, are computed at a time
     FEW = 4,           // of them at once, and
     WIDE = 2 * LANES,  // as many columns: the sums stay in registers
+    NEAR = 2,          // keys at once, where they are
+    LONG = 256         // values or longer: as they lie they are then multiplied faster than they are transposed
 };
 
-// q [rows, heads, width] and y [rows, heads, v_width]; pools [blocks, kv_heads, size, width or v_width]; table [batch,
-// columns]; bias: [columns * size] for each query, query_step values apart, and batch_step for each sequence.
-// places [batch, queries]: the row of each query, and of what pads a sequence any row; unpad [rows]: the query of each
-// row. `scratch`: of each thread as many floats as the struct `work` takes. Refused where the table names a block, or
-// places and unpad a row or a query, that is none, or places are not where unpad says. size, v_width: multiples of WIDE.
+// q [rows, heads, width] and y [rows, heads, v_width]; pools [blocks, kv_heads, size, width or v_step], of which v_width
+// are values; table [batch, columns]; bias: [columns * size] for each query, query_step values apart, and batch_step for
+// each sequence. places [batch, queries]: the row of each query, and of what pads a sequence any row; unpad [rows]: the
+// query of each row. `scratch`: of each thread as many floats as the struct `work` takes. Refused where the table names
+// a block, or places and unpad a row or a query, that is none, or places are not where unpad says. size, v_width:
+// multiples of WIDE.
 typedef struct {
     const float *q, *k_pool, *v_pool;
     const int32_t *table;
     const float *bias;
     const int32_t *places, *unpad;
     float *y;
-    int64_t rows, blocks, batch, queries, heads, kv_heads, columns, size, width, v_width, batch_step, query_step;
+    int64_t rows, blocks, batch, queries, heads, kv_heads, columns, size, width, v_width, v_step, batch_step, query_step;
 } chunk_arguments;
 
 // What a thread works in, for `count` rows.
@@ -36,16 +39,15 @@ typedef struct {
     float *total;   // [count]: the sum of what became of the scores
 } work;
 
-INLINE void multiply_few(const int count, const float *a, long a_step, const float *b, long columns, long depth,
-                         float *c, const int add) {
+INLINE void multiply_few(const int count, const float *a, long a_step, const float *b, long b_step, long columns,
+                         long depth, float *c, const int add) {
     for (long n = 0; n < columns; n += WIDE) {
         floats sum[FEW][2];
         for (int m = 0; m < count; m++)
             for (int v = 0; v < 2; v++) sum[m][v] = add ? load_floats(c + m * columns + n + LANES * v) : (floats){0};
         for (long k = 0; k < depth; k++)
             for (int v = 0; v < 2; v++) {
-                floats right = load_floats(b + k * columns + n + LANES * v);
-                KEEP(right);  // else GCC loads it again for each row
+                const floats right = keep(load_floats(b + k * b_step + n + LANES * v));
                 for (int m = 0; m < count; m++) sum[m][v] += a[m * a_step + k] * right;
             }
         for (int m = 0; m < count; m++)
@@ -53,13 +55,42 @@ INLINE void multiply_few(const int count, const float *a, long a_step, const flo
     }
 }
 
-// c [count, columns] = a [count, depth] b [depth, columns], or that much more. Rows of a lie a_step apart.
-INLINE void multiply(long count, const float *a, long a_step, const float *b, long columns, long depth, float *c,
-                     const int add) {
+// c [count, columns] = a [count, depth] b [depth, columns], or that much more. Rows of a and b lie so far apart.
+INLINE void multiply(long count, const float *a, long a_step, const float *b, long b_step, long columns, long depth,
+                     float *c, const int add) {
     long m = 0;
     for (; m + FEW <= count; m += FEW)
-        multiply_few(FEW, a + m * a_step, a_step, b, columns, depth, c + m * columns, add);
-    for (; m < count; m++) multiply_few(1, a + m * a_step, a_step, b, columns, depth, c + m * columns, add);
+        multiply_few(FEW, a + m * a_step, a_step, b, b_step, columns, depth, c + m * columns, add);
+    for (; m < count; m++)
+        multiply_few(1, a + m * a_step, a_step, b, b_step, columns, depth, c + m * columns, add);
+}
+
+INLINE void dot_few(const int count, const float *q, const float *keys, long width, float *scores, long step) {
+    floats sum[FEW][NEAR];
+    for (int m = 0; m < count; m++)
+        for (int j = 0; j < NEAR; j++) sum[m][j] = (floats){0};
+    for (long d = 0; d < width; d += LANES) {
+        floats key[NEAR];
+        for (int j = 0; j < NEAR; j++) key[j] = keep(load_floats(keys + j * width + d));
+        for (int m = 0; m < count; m++) {
+            const floats query = keep(load_floats(q + m * width + d));
+            for (int j = 0; j < NEAR; j++) sum[m][j] += query * key[j];
+        }
+    }
+    for (int m = 0; m < count; m++)
+        for (int j = 0; j < NEAR; j++) scores[m * step + j] = sum_lanes(sum[m][j]);
+}
+
+// scores [count, size] = q [count, width] keysᵀ, of the first `seen` keys, NEAR at a time.
+INLINE void dot(long count, const float *q, const float *keys, long width, float *scores, long size, long seen) {
+    for (long m = 0; m < count; m += FEW)
+        for (long j = 0; j < seen; j += NEAR) {
+            if (m + FEW <= count)
+                dot_few(FEW, q + m * width, keys + j * width, width, scores + m * size + j, size);
+            else
+                for (long i = m; i < count; i++)
+                    dot_few(1, q + i * width, keys + j * width, width, scores + i * size + j, size);
+        }
 }
 
 INLINE void transpose(const float *from, long rows, long columns, float *to) {
@@ -108,12 +139,17 @@ INLINE void attend_rows(const chunk_arguments *a, long b, long head, long first,
         const long seen = count_seen(a, bias, queries);
         if (!seen) continue;
         const long row = (a->table[b * a->columns + c] * a->kv_heads + head) * a->size;
-        transpose(a->k_pool + row * a->width, a->size, a->width, w.keys);
-        multiply(count, w.q, a->width, w.keys, a->size, a->width, w.scores, 0);
+        const float *keys = a->k_pool + row * a->width;
+        if (a->width >= LONG && a->width % LANES == 0) {
+            dot(count, w.q, keys, a->width, w.scores, a->size, seen);
+        } else {
+            transpose(keys, a->size, a->width, w.keys);
+            multiply(count, w.q, a->width, w.keys, a->size, a->size, a->width, w.scores, 0);
+        }
         for (long m = 0; m < count; m++)
             weigh(a, bias + m % queries * a->query_step, w.scores + m * a->size, w.sums + m * a->v_width, w.most + m,
                   w.total + m);
-        multiply(count, w.scores, a->size, a->v_pool + row * a->v_width, a->v_width, seen, w.sums, 1);
+        multiply(count, w.scores, a->size, a->v_pool + row * a->v_step, a->v_step, a->v_width, seen, w.sums, 1);
     }
     for (long m = 0; m < count; m++) {
         if (a->unpad[places[m % queries]] != at + m % queries) continue;  // padding

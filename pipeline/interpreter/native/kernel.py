@@ -21,13 +21,14 @@ class NativeKernel:
     plan(empty, *inputs): the call that computes the node, with room for its outputs that `empty` made. It computes
     nothing, and what it decides depends on types, shapes and strides alone. None: the call does not take such inputs,
     and `otherwise` does.
-    updates: inputs that it writes to.
+    updates: inputs that it writes to. shares: whether outputs may be memory of inputs that it does not write to.
     """
 
     library: Library
     plan: Callable[..., Call | None]
     otherwise: Callable[..., Any]
     updates: tuple[int, ...] = ()
+    shares: bool = False
 
     def __call__(self, *inputs: Any) -> Any:
         call = self.plan(torch.empty, *inputs)
@@ -36,7 +37,7 @@ class NativeKernel:
             call = self.plan(torch.empty, *dense)
         if call is None:
             return self.otherwise(*inputs)
-        if self.library.lay_out((call,)).run() is not None:
+        if call.kernel is not None and self.library.lay_out((call,)).run() is not None:
             raise IndexError(call.refusal)
         return call.outputs
 
@@ -59,6 +60,11 @@ def adapt(
         return None if call is None else replace(call, outputs=after(call.outputs))
 
     return replace(kernel, plan=plan, otherwise=otherwise)
+
+
+def view(outputs: Any) -> Call:
+    """What costs nothing: inputs in another shape."""
+    return Call(kernel=None, arguments=(), outputs=outputs)
 
 
 def _dense(value: Any) -> Any:

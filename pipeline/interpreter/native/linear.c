@@ -14,6 +14,8 @@
 
 #include "calls.h"
 
+#include "linear.h"
+
 enum {
     PART = 128,            // inputs that share a unit
     SHORT_PART = 32,       // … in 8 bits: their sums by INT4 weights fit 16 bits
@@ -200,19 +202,6 @@ INLINE tile tile_at(long row, int32_t *scratch, long parts, shape s) {
     int32_t *offsets = (int32_t *)(units + s.rows * parts);
     return (tile){scratch + row * words, units + row * parts, offsets + row * parts, groups + row * (s.in / s.length)};
 }
-
-// x and y [rows, out]: bf16 or float. bits, input_bits: as of a shape. out: a multiple of 16; in / groups: of 8, or of
-// 32 where inputs have 8 bits. `scratch`: rows * (in * input_bits / 32 + 2 * parts + groups) integers, parts those of
-// all groups.
-typedef struct {
-    int64_t bits, input_bits, bf16_x;
-    const void *x;
-    const uint8_t *weights;
-    const float *scales;
-    int64_t bf16_y;
-    void *y;
-    int64_t rows, in, out, groups;
-} linear_arguments;
 
 INLINE void linear_shared(const int bits, const int input_bits, const linear_arguments *a, int32_t *scratch, team all) {
     const shape s = {bits, input_bits, a->rows, a->in, a->out, a->in / a->groups};

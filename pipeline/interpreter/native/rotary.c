@@ -69,3 +69,41 @@ int rotate_into_cache(const void *arguments, void *scratch, team all) {
     }
     return 0;
 }
+
+// Of each packed row and head what is not rotated, times a factor, and what is, side by side: rows of y, or of a paged
+// cache. left [rows, heads, width] and right [rows, heads, dim] lie so many values apart, cos and sin [rows, dim] are as
+// above. places [rows, heads]: rows of y, which has `cached` of width + dim; without them they follow one another.
+// Refused where a place is none.
+typedef struct {
+    int64_t bf16, pairs;
+    const void *left, *right;
+    const float *cos, *sin, *factor;
+    const int64_t *places;
+    void *y;
+    int64_t rows, heads, width, dim, left_row, left_head, right_row, right_head, cached;
+} joined_arguments;
+
+INLINE void join_row(const int bf16, const joined_arguments *a, long row) {
+    const shape s = {.width = a->dim, .dim = a->dim};
+    const float factor = a->factor ? *a->factor : 1;
+    for (long head = 0; head < a->heads; head++) {
+        const long place = row * a->heads + head, to = (a->places ? a->places[place] : place) * (a->width + a->dim);
+        const long from = row * a->left_row + head * a->left_head;
+        for (long d = 0; d < a->width; d++) put(bf16, a->y, to + d, get(bf16, a->left, from + d) * factor);
+        rotate(bf16, (int)a->pairs, a->right, a->cos + row * a->dim, a->sin + row * a->dim, a->y,
+               row * a->right_row + head * a->right_head, to + a->width, s);
+    }
+}
+
+int join_rotated(const void *arguments, void *scratch, team all) {
+    const joined_arguments *a = arguments;
+    for (long i = 0; a->places && i < a->rows * a->heads; i++)
+        if (a->places[i] < 0 || a->places[i] >= a->cached) return 1;
+    for (long row = all.me; row < a->rows; row += all.count) {
+        if (a->bf16)
+            join_row(1, a, row);
+        else
+            join_row(0, a, row);
+    }
+    return 0;
+}

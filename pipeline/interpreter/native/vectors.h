@@ -12,7 +12,7 @@
 #define LANES 8
 #endif
 
-#if (defined(__AVX512BW__) || defined(__AVX2__)) && !defined(PORTABLE)
+#if (defined(__AVX512BW__) || defined(__AVX2__) || defined(__F16C__)) && !defined(PORTABLE)
 #include <immintrin.h>
 #endif
 
@@ -74,6 +74,26 @@ INLINE shorts add_pairs_of_bytes(shorts sum, ints a, ints b) {
 #endif
 }
 
+typedef uint16_t halves __attribute__((vector_size(2 * LANES)));
+
+INLINE halves load_halves(const uint16_t *from) {
+    halves values;
+    memcpy(&values, from, sizeof values);
+    return values;
+}
+
+// For several uses: GCC else loads it again for each.
+INLINE floats keep(floats values) {
+    KEEP(values);
+    return values;
+}
+
+INLINE float sum_lanes(floats values) {
+    float sum = 0;
+    for (int i = 0; i < LANES; i++) sum += values[i];
+    return sum;
+}
+
 INLINE uint32_t bits_of(float value) {
     uint32_t bits;
     memcpy(&bits, &value, sizeof bits);
@@ -102,6 +122,39 @@ INLINE float get(const int bf16, const void *from, long place) {
     return bf16 ? from_bf16(((const uint16_t *)from)[place]) : ((const float *)from)[place];
 }
 
+// GCC has no one instruction for this by itself.
+INLINE ints widen_halves(halves values) {
+#if defined(__AVX512BW__) && !defined(PORTABLE)
+    return (ints)_mm512_cvtepu16_epi32((__m256i)values);
+#elif defined(__AVX2__) && !defined(PORTABLE)
+    return (ints)_mm256_cvtepu16_epi32((__m128i)values);
+#else
+    return __builtin_convertvector(values, ints);
+#endif
+}
+
+INLINE floats load_values(const int bf16, const void *from, long place) {
+    if (bf16) return (floats)(widen_halves(load_halves((const uint16_t *)from + place)) << 16);
+    return load_floats((const float *)from + place);
+}
+
+// Weights of three types: a constant as `bf16` is.
+enum { FLOAT32, BFLOAT16, FLOAT16 };
+
+INLINE floats load_weights(const int type, const void *from, long place) {
+    if (type != FLOAT16) return load_values(type == BFLOAT16, from, place);
+#if defined(__AVX512BW__) && !defined(PORTABLE)
+    return (floats)_mm512_cvtph_ps((__m256i)load_halves((const uint16_t *)from + place));
+#elif defined(__F16C__) && !defined(PORTABLE)
+    return (floats)_mm256_cvtph_ps((__m128i)load_halves((const uint16_t *)from + place));
+#else
+    // The exponent is 112 too low in fp32's place; that product is exact for subnormal ones, too. Weights are finite.
+    const ints bits = widen_halves(load_halves((const uint16_t *)from + place));
+    const floats size = (floats)((bits & 0x7fff) << 13) * power_of_two(112);
+    return (floats)((ints)size | (bits & 0x8000) << 16);
+#endif
+}
+
 INLINE void put(const int bf16, void *to, long place, float value) {
     if (bf16)
         ((uint16_t *)to)[place] = to_bf16(value);
@@ -124,3 +177,10 @@ INLINE float exponential(float x) {
     p = p * r * r + r + 1.0f;
     return x < -87.0f ? 0.0f : p * power_of_two((int)n);
 }
+
+INLINE float sigmoid(float x) {
+    const float power = exponential(-fabsf(x));
+    return (x < 0 ? power : 1.0f) / (1.0f + power);
+}
+
+INLINE float silu(float x) { return x * sigmoid(x); }

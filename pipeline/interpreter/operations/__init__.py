@@ -19,6 +19,7 @@ from pipeline.interpreter.operations import (
     attention,
     collective,
     experts,
+    joined,
     linear,
     movement,
     paged_attention,
@@ -66,6 +67,7 @@ OPERATIONS: dict[str, Operation] = {
     "unary": Operation(arithmetic.compile_unary),
     # Written by fusion.py only.
     "attend": Operation(paged_attention.compile_attend),
+    "attend_latent": Operation(paged_attention.compile_attend_latent),
     "attend_packed": Operation(paged_attention.compile_attend_packed),
     "attend_pages": Operation(paged_attention.compile_attend_pages),
     "attention_bias": Operation(paged_attention.compile_attention_bias),
@@ -73,6 +75,7 @@ OPERATIONS: dict[str, Operation] = {
     "gather_pages": Operation(paged_attention.compile_gather_pages),
     "linear": Operation(linear.compile_linear, absorbs=(1,)),
     "head_turns": Operation(rotation.compile_head_turns),
+    "join_rotated": Operation(joined.compile_join_rotated),
     "linear_packed": Operation(linear.compile_linear_packed, absorbs=(1, 2, 3)),
     "linears_packed": Operation(linear.compile_linears_packed, absorbs=tuple(range(1, 13))),
     "rotate_heads": Operation(rotation.compile_rotate_heads),
@@ -88,6 +91,7 @@ OPERATIONS: dict[str, Operation] = {
     "row_turns": Operation(rotation.compile_row_turns),
     "sum_norm": Operation(pointwise.compile_sum_norm),
     "take_rows": Operation(paged_attention.compile_take_rows),
+    "write_joined": Operation(joined.compile_write_joined),
     "write_cache_rows": Operation(paged_attention.compile_write_cache_rows),
 }
 # Any node whose kind is the name of one of `plugins`.

@@ -8,6 +8,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
+from pipeline.interpreter.operations import layouts, small
 from pipeline.interpreter.operations.site import Kernel, Site
 
 
@@ -62,7 +63,7 @@ ACTIVATIONS: dict[str, Callable[[Tensor], Tensor]] = {
 def compile_elementwise(site: Site) -> Kernel:
     if site.rank(0) != site.rank(1):
         raise site.refuse("inputs differ in rank")
-    return site.choose("op", BINARY)
+    return small.elementwise(site, site.choose("op", BINARY))
 
 
 def compile_unary(site: Site) -> Kernel:
@@ -71,7 +72,9 @@ def compile_unary(site: Site) -> Kernel:
 
 def compile_activation(site: Site) -> Kernel:
     activation = site.choose("op", ACTIVATIONS)
-    return compile_sigmoid(site) if activation is torch.sigmoid else activation
+    if activation is not torch.sigmoid:
+        return activation
+    return small.score(site, compile_sigmoid(site), is_sigmoid=True)
 
 
 def compile_sigmoid(site: Site) -> Callable[[Tensor], Tensor]:
@@ -85,7 +88,7 @@ def compile_sigmoid(site: Site) -> Callable[[Tensor], Tensor]:
 def compile_cast(site: Site) -> Kernel:
     """Between floats a no-op in exact mode, because both types are held in fp32."""
     held = site.held()
-    return lambda x: x.to(held)
+    return layouts.cast(site, lambda x: x.to(held))
 
 
 def compile_select(site: Site) -> Kernel:
@@ -102,7 +105,7 @@ def compile_one_hot(site: Site) -> Kernel:
         hit = indices.unsqueeze(axis) == classes.reshape([-1 if i == axis else 1 for i in range(rank)])
         return torch.where(hit, values[1], values[0])
 
-    return one_hot
+    return small.one_hot(site, one_hot, axis)
 
 
 def compile_fill(site: Site) -> Kernel:

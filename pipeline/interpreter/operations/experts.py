@@ -8,6 +8,7 @@ import torch
 from torch import Tensor
 
 from pipeline.interpreter.numerics import multiplied_as
+from pipeline.interpreter.operations.native_experts import Packed, compile_native
 from pipeline.interpreter.operations.packed import pick_kernel
 from pipeline.interpreter.operations.pointwise import compile_gate
 from pipeline.interpreter.operations.products import fill_rows, round_steps
@@ -50,7 +51,10 @@ def compile_chosen_experts(site: Site) -> Kernel:
         results = torch.cat([run(part, number, rest) for number, part in zip(numbers, parts, strict=True)])
         return total.index_add_(0, rows, results.to(out) * weights[chosen, rows].unsqueeze(1))
 
-    return experts
+    if site.numerics.mode != "fast" or any(site.attribute("transposed")):
+        return experts
+    found = [_find_packed(site, index) for index in PACKED]
+    return compile_native(site, [packed for packed in found if packed is not None], PRESCALES, experts)
 
 
 def _compile_expert(site: Site, index: int) -> Expert:
@@ -74,10 +78,14 @@ def _compile_expert(site: Site, index: int) -> Expert:
 
 
 def _compile_product(site: Site, index: int, packed: int, transposed: bool) -> Product:
-    found = _compile_packed(site, packed) if site.numerics.mode == "fast" and not transposed else None
+    found = _find_packed(site, packed) if site.numerics.mode == "fast" and not transposed else None
     if found is None:
         return _compile_dense(site, index, transposed)
-    few, most_rows = found
+    rows, pairs, multiply, most_rows = found
+
+    def few(x: Tensor, expert: int) -> Tensor:
+        return multiply(x, rows[expert], pairs[expert])
+
     if most_rows is None:
         return few
     many = _compile_dense(site, index, transposed)
@@ -114,9 +122,8 @@ def _compile_weight(site: Site, index: int, inner: torch.dtype) -> Callable[[int
     return lambda expert: wide[expert]
 
 
-def _compile_packed(site: Site, index: int) -> tuple[Product, int | None] | None:
-    """An INT4 kernel on the packed weights [E, in, out], and up to how many rows it is the faster one (None: any); None
-    where none takes them or there is no room."""
+def _find_packed(site: Site, index: int) -> Packed | None:
+    """The packed weights [E, in, out] and their INT4 kernel; None where none takes them or there is no room."""
     if site.optional(index) is None or site.optional(index + 1) is None:
         return None
     _, width, columns = site.spec(index).shape
@@ -136,5 +143,4 @@ def _compile_packed(site: Site, index: int) -> tuple[Product, int | None] | None
     pairs = site.prepare(index + 1, kernel.name, 4 * values.numel() // group, scale)
     if rows is None or pairs is None:
         return None
-    multiply = kernel.multiply(group, site.numerics.held(site.attribute("type")))
-    return (lambda x, expert: multiply(x, rows[expert], pairs[expert])), kernel.most_rows
+    return rows, pairs, kernel.multiply(group, site.numerics.held(site.attribute("type"))), kernel.most_rows

@@ -13,13 +13,15 @@ from torch import Tensor
 from pipeline.interpreter.native import Call
 from pipeline.interpreter.native.kernel import Empty, NativeKernel, adapt
 from pipeline.interpreter.numerics import multiplied_as
+from pipeline.interpreter.operations.heads import compile_heads
 from pipeline.interpreter.operations.packed import pick_kernel
 from pipeline.interpreter.operations.products import compile_matrix_multiply, steady_rows
 from pipeline.interpreter.operations.site import Kernel, Site
 
 
 def compile_linear(site: Site) -> Kernel:
-    return steady_rows(site, _compile_kept(site))
+    native = compile_heads(site, lambda: _compile_kept(site))
+    return steady_rows(site, _compile_kept(site)) if native is None else native
 
 
 def _compile_kept(site: Site) -> Kernel:

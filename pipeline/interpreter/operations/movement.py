@@ -10,6 +10,7 @@ from collections.abc import Sequence
 import torch
 from torch import Tensor
 
+from pipeline.interpreter.operations import layouts, small
 from pipeline.interpreter.operations.site import Kernel, Site
 
 Ints = tuple[int, ...]
@@ -48,7 +49,7 @@ def _compile_gather_element(site: Site) -> Kernel:
         wide = indices.to(torch.int64)
         return torch.gather(x, axis, torch.where(wide < 0, wide + x.shape[axis], wide)).to(held)
 
-    return gather
+    return small.pick(site, gather)
 
 
 def _compile_gather_nd(site: Site) -> Kernel:
@@ -73,7 +74,7 @@ def compile_shuffle(site: Site) -> Kernel:
             x = x.reshape(resolve(dims, x.shape) if zero_copies else dims)
         return x if second is None else x.permute(second)
 
-    return shuffle
+    return layouts.shuffle(site, shuffle, (first, second), static, zero_copies=zero_copies)
 
 
 def _permutation(site: Site, name: str, rank: int) -> list[int] | None:
@@ -106,7 +107,7 @@ def compile_slice(site: Site) -> Kernel:
             x = _take_axis(x, axis, first, n, by)
         return x
 
-    return take
+    return layouts.slice_view(site, take)
 
 
 def _take_axis(x: Tensor, axis: int, first: int, count: int, by: int) -> Tensor:

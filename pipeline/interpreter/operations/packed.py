@@ -29,6 +29,11 @@ FEWEST_SHARED = 1 << 20  # multiplications, from which on another thread pays
 Multiply = Callable[[Tensor, Tensor, Tensor], Tensor]
 
 
+def input_bits(rows: int) -> int:
+    """To how many bits INT4 weights in C have inputs rounded, where there are so many rows."""
+    return 8 if rows >= FEWEST_SHORT else 16
+
+
 @dataclass(frozen=True, slots=True, kw_only=True)
 class PackedKernel:
     """most_rows: up to which it beats a product with weights dequantized before; None where it does for any number.
@@ -83,14 +88,14 @@ def native_kernel(dtype: str, library: Library) -> PackedKernel:
             if x.dtype not in NATIVE or not x.is_contiguous():
                 return None
             (rows, width), columns, groups = x.shape, scales.shape[0] * COLUMNS, x.shape[1] // group
-            input_bits = 8 if bits == 4 and rows >= FEWEST_SHORT else 16
-            words = width * input_bits // 32 + groups * (2 * -(-group // PARTS[input_bits]) + 1)
+            wide = input_bits(rows) if bits == 4 else 16
+            words = width * wide // 32 + groups * (2 * -(-group // PARTS[wide]) + 1)
             y = empty((rows, columns), dtype=held)
             return Call(
                 kernel="linear",
                 arguments=(
                     bits,
-                    input_bits,
+                    wide,
                     x.dtype is torch.bfloat16,
                     x.data_ptr(),
                     packed.data_ptr(),

@@ -3,7 +3,6 @@ size, T packed rows."""
 
 from __future__ import annotations
 
-from collections.abc import Callable
 from dataclasses import replace
 from typing import Any
 
@@ -11,11 +10,12 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from pipeline.interpreter.native import Call, count_threads, load_library
+from pipeline.interpreter.native import Call, load_library
 from pipeline.interpreter.native.kernel import Empty, NativeKernel, adapt
 from pipeline.interpreter.numerics import NATIVE, multiplied_as
 from pipeline.interpreter.operations.attention import cache_rows, mask_bias, write_rows
 from pipeline.interpreter.operations.movement import select_rows
+from pipeline.interpreter.operations.page_calls import Pages
 from pipeline.interpreter.operations.products import ROWS, fill_rows
 from pipeline.interpreter.operations.site import Kernel, Site
 
@@ -25,8 +25,6 @@ MOST_SCORES = 1 << 24  # of a layer held at once in exact mode, 64 MiB
 # Fast mode: between these numbers of scores per head, and in all, plain products are up to three times as fast as
 # torch's fused attention. They round scores and probabilities to bf16, as transformers' eager attention does.
 FEWEST_PLAIN, MOST_PLAIN = 1 << 8, 1 << 24
-CHUNK_WIDTH, CHUNK_ROWS = 32, 64  # as in native/chunks.c: columns in multiples, and rows at a time
-FEWEST_SHARED = 1 << 15  # multiplications, from which on another thread helps: among other calls it is awake
 
 
 def compile_cache_rows(site: Site) -> Kernel:
@@ -124,45 +122,15 @@ def compile_attend_pages(site: Site) -> Kernel:
     if library is None or held not in NATIVE:
         return attend
 
+    pages = Pages(held=held, heads=heads, kv_heads=kv_heads, size=size, width=width, v_width=v_width)
+
     def plan(
         empty: Empty, q: Tensor, keys: Tensor, values: Tensor, table: Tensor, rows: Tensor, bias: Tensor
     ) -> Call | None:
-        if q.shape[2] != 1:
+        if q.shape[2] != 1 or bias.shape[2] != 1:
             return None
-        batch, columns = table.shape
-        length = columns * size
-        bias = bias.expand(batch, 1, 1, length)
-        if bias.stride(3) != 1 or not all(tensor.is_contiguous() for tensor in (q, keys, values, table)):
-            return None
-        if len(values) != len(keys):
-            return None
-        y = empty((batch, heads, 1, v_width), dtype=held)
-        threads = count_threads(batch * heads * length * width, FEWEST_SHARED)
-        return Call(
-            kernel="attend_pages",
-            arguments=(
-                held is torch.bfloat16,
-                q.data_ptr(),
-                keys.data_ptr(),
-                values.data_ptr(),
-                table.data_ptr(),
-                bias.data_ptr(),
-                y.data_ptr(),
-                len(keys),
-                batch,
-                heads,
-                kv_heads,
-                columns,
-                size,
-                width,
-                v_width,
-                bias.stride(0),
-            ),
-            outputs=y,
-            scratch=4 * threads * (heads // kv_heads) * (length + v_width),
-            threads=threads,
-            refusal=f"the block table names blocks that are none of the {len(keys)} of the cache",
-        )
+        call = pages.plan_single(empty, q, keys, values, table, bias)
+        return None if call is None else replace(call, outputs=call.outputs.unsqueeze(2))
 
     return NativeKernel(library=library, plan=plan, otherwise=attend)
 
@@ -182,12 +150,55 @@ def compile_attend_packed(site: Site) -> Kernel:
 
     if not isinstance(single, NativeKernel):
         return lambda *inputs: single(*inputs) if _is_single(*inputs) else run(*inputs)
-    plan_single, plan_chunks = single.plan, _plan_chunks(site)
+    plan_single, (_, kv_heads, size, width) = single.plan, site.spec(1).shape
+    pages = Pages(
+        held=site.held(),
+        heads=site.spec(0).shape[1],
+        kv_heads=kv_heads,
+        size=size,
+        width=width,
+        v_width=site.spec(2).shape[3],
+    )
 
     def plan(empty: Empty, *inputs: Any) -> Call | None:
-        return plan_single(empty, *inputs) if _is_single(*inputs) else plan_chunks(empty, *inputs)
+        if _is_single(*inputs):
+            return plan_single(empty, *inputs)
+        q, keys, values, table, _, bias, pad, _, unpad, _ = inputs
+        return pages.plan_chunks(empty, q, keys, values, table, bias, pad, unpad)
 
     return replace(single, plan=plan, otherwise=run)
+
+
+def compile_attend_latent(site: Site) -> Kernel:
+    """The same of latent attention: one pool [blocks, 1, size, D] of keys, whose first values are the values, and the
+    heads of a query are rows next to each other, of the bias as well. → [T, N, v_width]."""
+    held, library, heads, v_width = site.held(), load_library(), site.attribute("heads"), site.attribute("width")
+    _, _, size, width = site.spec(1).shape
+    folded = replace(site.spec(0), shape=(-1, 1, -1, width))
+    attend, take = compile_attend(replace(site, inputs=(folded, site.spec(1)))), compile_take_rows(site)
+
+    def run(q: Tensor, pool: Tensor, table: Tensor, bias: Tensor, *places: Any) -> Tensor:
+        pad, pad_rows, unpad, unpad_rows = places
+        batch, columns = table.shape
+        latents = torch.index_select(pool.view(-1, size * width), 0, table.reshape(-1))
+        latents = latents.view(batch, 1, columns * size, width)
+        rows = take(q, pad, pad_rows).reshape(batch, 1, -1, width)
+        y = attend(rows, latents, latents, bias).reshape(-1, heads, width)[..., :v_width]
+        packed: Tensor = take(y, unpad, unpad_rows)
+        return packed
+
+    if site.numerics.mode != "fast" or library is None or held not in NATIVE:
+        return run
+    pages = Pages(held=held, heads=heads, kv_heads=1, size=size, width=width, v_width=v_width, bias_rows=heads)
+
+    def plan(empty: Empty, q: Tensor, pool: Tensor, table: Tensor, bias: Tensor, *places: Any) -> Call | None:
+        pad, _, unpad, _ = places
+        if _is_single(q, pool, pool, table, table, bias, *places):
+            return pages.plan_single(empty, q, pool, pool, table, bias)
+        call = pages.plan_chunks(empty, q, pool, pool, table, bias, pad, unpad)
+        return None if call is None else replace(call, outputs=call.outputs.view(-1, heads, v_width))
+
+    return NativeKernel(library=library, plan=plan, otherwise=run)
 
 
 def _is_single(
@@ -195,53 +206,6 @@ def _is_single(
 ) -> bool:
     pad, pad_rows, unpad, unpad_rows = places
     return pad_rows is None and unpad_rows is None and len(q) == len(table) == pad.numel() == unpad.numel()
-
-
-def _plan_chunks(site: Site) -> Callable[..., Call | None]:
-    """Several rows of a sequence, in C where products are of fp32: where they are of bf16, torch's are as fast."""
-    held, heads, (_, kv_heads, size, width) = site.held(), site.spec(0).shape[1], site.spec(1).shape
-    v_width = site.spec(2).shape[3]
-    fits = held is torch.float32 and size % CHUNK_WIDTH == 0 and v_width % CHUNK_WIDTH == 0
-
-    def plan(empty: Empty, *inputs: Any) -> Call | None:
-        q, keys, values, table, _, bias, pad, _, unpad, _ = inputs
-        (batch, columns), rows, tensors = table.shape, len(q), (q, keys, values, table, bias, pad, unpad)
-        group, length, queries = heads // kv_heads, columns * size, pad.numel() // max(batch, 1)
-        if not fits or not all(tensor.is_contiguous() for tensor in tensors):
-            return None
-        if {q.dtype, bias.dtype} != {held} or {pad.dtype, unpad.dtype} != {torch.int32}:
-            return None
-        biased = len(bias) in (1, batch) and bias.shape[2] in (1, queries * group) and bias.shape[3] == length
-        if not biased or len(pad) != batch or unpad.numel() != rows or len(values) != len(keys):
-            return None
-        y = empty((rows, heads * v_width), dtype=held)
-        most = group * max(1, CHUNK_ROWS // group)
-        threads = count_threads(rows * heads * length * width, FEWEST_SHARED)
-        return Call(
-            kernel="attend_chunks",
-            arguments=(
-                *(tensor.data_ptr() for tensor in (*tensors, y)),
-                rows,
-                len(keys),
-                batch,
-                queries,
-                heads,
-                kv_heads,
-                columns,
-                size,
-                width,
-                v_width,
-                0 if len(bias) == 1 else bias.stride(0),
-                0 if bias.shape[2] == 1 else length,
-            ),
-            outputs=y,
-            scratch=4 * threads * (most * (width + size + v_width + 2) + width * size),
-            threads=threads,
-            refusal=f"the block table names blocks that are none of the {len(keys)} of the cache, or rows are not "
-            "packed again as they were laid out",
-        )
-
-    return plan
 
 
 def compile_page_rows(site: Site) -> Kernel:

@@ -7,6 +7,7 @@ from collections.abc import Callable
 import torch
 from torch import Tensor
 
+from pipeline.interpreter.operations import small
 from pipeline.interpreter.operations.site import Kernel, Site
 
 
@@ -29,7 +30,7 @@ REDUCTIONS: dict[str, Callable[[Tensor, list[int], bool], Tensor]] = {
 def compile_reduce(site: Site) -> Kernel:
     reduction, axes = site.choose("op", REDUCTIONS), site.axes()
     keep, held = bool(site.attribute("keep_dims")), site.held()
-    return lambda x: reduction(x, axes, keep).to(held)  # torch widens integer sums to int64
+    return small.reduce(site, lambda x: reduction(x, axes, keep).to(held))  # torch widens integer sums to int64
 
 
 def compile_softmax(site: Site) -> Kernel:
@@ -37,11 +38,12 @@ def compile_softmax(site: Site) -> Kernel:
     if len(axes) != 1:
         raise site.refuse(f"over {len(axes)} axes at once")
     axis = axes[0]
-    return lambda x: torch.softmax(x, axis)
+    return small.score(site, lambda x: torch.softmax(x, axis), is_sigmoid=False)
 
 
 def compile_topk(site: Site) -> Kernel:
-    """Values and indices, sorted. Input 1, where given, is k. Ties fall as torch.topk has them."""
+    """Values and indices, sorted. Input 1, where given, is k. Ties fall as torch.topk has them, in fast mode to the
+    first."""
     largest = site.choose("op", {"max": True, "min": False})
     axes, held = site.axes(), site.held(1)
     if len(axes) != 1:
@@ -52,4 +54,4 @@ def compile_topk(site: Site) -> Kernel:
         values, indices = torch.topk(x, static_k if k is None else k[0], axis, largest=largest, sorted=True)
         return values, indices.to(held)
 
-    return topk
+    return small.top(site, topk, axis, static_k)

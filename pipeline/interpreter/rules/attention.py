@@ -91,6 +91,41 @@ def attend_packed(graph: Graph, node: Node) -> list[Node] | None:
     return [replace(attend, kind="attend_packed", inputs=inputs, outputs=node.outputs)]
 
 
+def attend_latent(graph: Graph, node: Node) -> list[Node] | None:
+    """Packed queries of several heads, folded into rows of one, over one pool of keys whose first values are the values
+    → packed rows: at once."""
+    content = maker_of(graph, node.inputs[0], "slice", axes=[2], start=[0]) if node.kind == "take_rows" else None
+    if content is None or content.attributes["stride"] != [1] or len(content.inputs) != 1:
+        return None
+    by_head = _reshape(graph, content.inputs[0])
+    attend = by_head and graph.maker(by_head.inputs[0], "attend")
+    if attend is None or by_head is None or attend.inputs[1] != attend.inputs[2]:
+        return None
+    folded, pages = _reshape(graph, attend.inputs[0]), _reshape(graph, attend.inputs[1])
+    padded = folded and graph.maker(folded.inputs[0], "take_rows")
+    gather = pages and maker_of(graph, pages.inputs[0], "gather", axis=0, mode="default")
+    if padded is None or folded is None or gather is None or pages is None:
+        return None
+    q, pool, table = (graph.specs[str(name)] for name in (padded.inputs[0], *gather.inputs))
+    if len(q.shape) != 3 or len(pool.shape) != 4 or pool.shape[1] != 1 or table.dtype != "int32":
+        return None
+    _, heads, width = q.shape
+    folds = folded.attributes["reshape_dims"] == pages.attributes["reshape_dims"] == [0, 1, -1, width]
+    if not folds or by_head.attributes["reshape_dims"] != [-1, heads, width] or len(table.shape) != 2:
+        return None
+    if len({q.dtype, pool.dtype, graph.specs[str(attend.inputs[3])].dtype, node.outputs[0].dtype}) != 1:
+        return None
+    inputs = (q.name, pool.name, table.name, attend.inputs[3], *padded.inputs[1:], *node.inputs[1:])
+    attributes = {"heads": heads, "width": content.attributes["size"][0]}
+    return [replace(node, kind="attend_latent", inputs=inputs, attributes=attributes)]
+
+
+def _reshape(graph: Graph, name: str | None) -> Node | None:
+    """A shuffle that only reshapes, to dimensions that are known but for those it copies or infers."""
+    node = maker_of(graph, name, "shuffle", first_transpose=None, second_transpose=None, zero_is_placeholder=True)
+    return node if node is not None and len(node.inputs) == 1 else None
+
+
 def share_rows(graph: Graph, node: Node) -> list[Node] | None:
     """Rows of a tensor by an index that the step brings: whether they are all rows in order, so that nothing need be
     copied (one token of each sequence), is asked once."""

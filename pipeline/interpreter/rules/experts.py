@@ -3,9 +3,11 @@
 from __future__ import annotations
 
 import math
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING
 
+from pipeline.interpreter.native import load_library
 from pipeline.interpreter.rules.match import is_node, maker_of, through_cast
 
 if TYPE_CHECKING:
@@ -33,11 +35,21 @@ class _Stack:
     factors: str | None
 
 
+def skip_packed_experts(graph: Graph, node: Node) -> list[Node] | None:
+    """The same of any size where it is one call in C."""
+    native = load_library() is not None
+    return _skip(graph, node, lambda stacks: native and all(all(stack.packed) for stack in stacks))
+
+
 def skip_experts(graph: Graph, node: Node) -> list[Node] | None:
     """sum over experts of weights [E, T, 1] * down(gate(fc(x), up(x))): an expert runs on the rows that give it a
     weight other than zero, the others' zeros are not added.
 
     The same sum, as long as no expert's result is infinite or NaN on a row that does not want it."""
+    return _skip(graph, node, lambda stacks: math.prod(graph.specs[stacks[-1].weight].shape[1:]) >= WORTH_SKIPPING)
+
+
+def _skip(graph: Graph, node: Node, is_worth_it: Callable[[Sequence[_Stack]], bool]) -> list[Node] | None:
     if not is_node(node, "reduce", op="sum", axes=[0], keep_dims=False):
         return None
     weighted = maker_of(graph, node.inputs[0], "elementwise", op="prod")
@@ -50,8 +62,8 @@ def skip_experts(graph: Graph, node: Node) -> list[Node] | None:
     fc, up = (_stack(graph, name) for name in gate.inputs)
     if fc is None or up is None or fc.rows != up.rows:
         return None
-    count, *matrix = graph.specs[down.weight].shape
-    if math.prod(matrix) < WORTH_SKIPPING:
+    count = graph.specs[down.weight].shape[0]
+    if not is_worth_it((fc, up, down)):
         return None
     rows, share = graph.specs[fc.rows].shape, graph.specs[str(weights)].shape
     if len(rows) != 3 or rows[0] != 1 or share != (count, -1, 1):

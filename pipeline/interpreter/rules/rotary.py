@@ -107,6 +107,50 @@ def join_rotations(graph: Graph, node: Node) -> list[Node] | None:
     return [turns, replace(left, kind="rotate_heads", inputs=inputs, outputs=outputs, attributes=attributes)]
 
 
+def join_rotated(graph: Graph, node: Node) -> list[Node] | None:
+    """What is not rotated and what is, side by side [T, heads, width + dim]: in one pass."""
+    if node.kind != "concatenation" or node.attributes["axis"] != 2 or len(node.inputs) != 2:
+        return None
+    left, right = node.inputs
+    rotation = graph.maker(right, "rotate_rows")
+    if rotation is None or len(graph.specs[str(left)].shape) != 3:
+        return None
+    if rotation.attributes["dim"] not in (0, rotation.outputs[0].shape[2]):
+        return None
+    inputs = (through_cast(graph, left), *rotation.inputs)
+    return [replace(node, kind="join_rotated", inputs=inputs, attributes=rotation.attributes)]
+
+
+def scale_joined(graph: Graph, node: Node) -> list[Node] | None:
+    """Both times one number: of the rotation's part the tables of the step."""
+    if not is_node(node, "elementwise", op="prod"):
+        return None
+    joined, factor = graph.maker(node.inputs[0], "join_rotated"), node.inputs[1]
+    if joined is None or factor not in graph.constants or graph.specs[str(factor)].shape != (1, 1, 1):
+        return None
+    turns = graph.maker(joined.inputs[2], "row_turns")
+    if turns is None or len(joined.inputs) != 3 or graph.specs[str(factor)].dtype != "float32":
+        return None
+    scaled = part(node, "row_turns", (*turns.inputs[:3], factor), (-1, 1, -1), turns.attributes, dtype="float32")
+    inputs = (*joined.inputs[:2], scaled.outputs[0].name, factor)
+    return [scaled, replace(joined, inputs=inputs, outputs=node.outputs)]
+
+
+def round_joined(graph: Graph, node: Node) -> list[Node] | None:
+    """Both rounded at once."""
+    joined = graph.maker(node.inputs[0], "join_rotated") if node.kind == "cast" else None
+    return None if joined is None else [replace(joined, outputs=node.outputs)]
+
+
+def write_joined(graph: Graph, node: Node) -> list[Node] | None:
+    """Both written to the cache at once."""
+    joined = graph.maker(node.inputs[1], "join_rotated") if node.kind == "write_cache_rows" else None
+    if joined is None or len(joined.inputs) != 3:
+        return None
+    inputs = (*joined.inputs, node.inputs[2], node.inputs[0])
+    return [replace(node, kind="write_joined", inputs=inputs, attributes=joined.attributes)]
+
+
 def write_rotated(graph: Graph, node: Node) -> list[Node] | None:
     """Keys rotated beside their queries and written to the cache, and values, the heads after them: all at once."""
     rotations = [node]
