@@ -94,7 +94,7 @@ def _check_libraries(_: Path) -> Iterator[Finding]:
 
 
 def _check_compiler(_: Path) -> Iterator[Finding]:
-    from pipeline.interpreter.native import find_compiler
+    from pipeline.interpreter.native.compilation import find_compiler
 
     compiler = find_compiler()
     yield Finding(

@@ -2,26 +2,23 @@
 times theirs, routed experts, rotation into the cache, attention over its blocks, norms and gates; and what little a
 router and tensors laid out anew take, so that they do not part the others.
 
-Compiled in some seconds when first asked for, by the machine's own compiler and for its processor. Without a compiler
-torch's kernels run: more slowly, within the same roundings.
+Compiled when first asked for (compilation.py). Without a compiler torch's kernels run: more slowly, within the same
+roundings.
 """
 
 from __future__ import annotations
 
 import ctypes
 import functools
-import os
-import shutil
-import subprocess
-import tempfile
 from array import array
 from collections.abc import Callable, Sequence
-from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
 import torch
+
+from pipeline.interpreter.native.compilation import compile_library
 
 KERNELS = (
     "linear",
@@ -42,14 +39,6 @@ KERNELS = (
     "pick",
 )  # in the order of calls.c
 MOST_ARGUMENTS = 28  # as in calls.c
-SOURCES = tuple(
-    Path(__file__).with_name(f"{name}.c")
-    for name in ("calls", "linear", "pointwise", "rotary", "attention", "chunks", "heads", "experts", "small")
-)
-# No traps and no errno: nothing here reads them, and loops with a condition become vectors. NaN and infinity stay.
-FLAGS = ("-O3", "-march=native", "-fno-trapping-math", "-fno-math-errno", "-fopenmp", "-fPIC")
-COMPILERS = ("gcc", "cc", "clang")
-SECONDS = 300  # of each source: on a busy machine a hundred times what it takes
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -112,34 +101,15 @@ class Calls:
         return None if made == self._count else made
 
 
-def find_compiler() -> str | None:
-    """What $CC names; without it the first of the usual ones that is here."""
-    names = (os.environ["CC"],) if os.environ.get("CC") else COMPILERS
-    return next(filter(None, map(shutil.which, names)), None)
-
-
 @functools.cache
 def load_library(*options: str) -> Library | None:
     """None where the kernels cannot be compiled here. `options`: more of the compiler's (-DPORTABLE: no instruction
     that only x86 has)."""
-    compiler = find_compiler()
-    if compiler is None:
+    path = compile_library(options)
+    if path is None:
         return None
-    with tempfile.TemporaryDirectory() as folder:
-        path = Path(folder) / "kernels.so"
-        objects = [str(Path(folder) / f"{source.stem}.o") for source in SOURCES]
-        command = [compiler, *FLAGS, *options]
-        try:
-            # Each by a process of its own: together they take as long as the longest, where there are cores for them.
-            with ThreadPoolExecutor(os.cpu_count()) as pool:
-                list(
-                    pool.map(_call, ([*command, "-c", str(s), "-o", o] for s, o in zip(SOURCES, objects, strict=True)))
-                )
-            _call([*command, "-shared", "-o", str(path), *objects, "-lm"])
-            return Library(path)
-        except (OSError, subprocess.SubprocessError):
-            return None  # another compiler, or no OpenMP
-
-
-def _call(command: Sequence[str]) -> None:
-    subprocess.run(command, check=True, capture_output=True, timeout=SECONDS)
+    try:
+        return Library(path)
+    except (OSError, AttributeError):  # a file that something has spoilt
+        path = compile_library(options, anew=True)
+        return None if path is None else Library(path)
