@@ -155,11 +155,13 @@ class Tape:
         """None where a kernel does not take such inputs, or the arena does not hold what they compute."""
         known, copies, memory = dict(enumerate(values)), list[Tensor | None](), Memory(self._arena)
         lying: dict[int, int] = {}  # slots of tensors that are used where they lie, by identity
+        storages = set[int]()  # of those
         for slot in self._inputs:
             places = []
             for tensor in _tensors(values[slot]):
                 if tensor is None or self._lies(slot, tensor):
                     lying[id(tensor)] = slot
+                    storages.update([] if tensor is None else [_storage(tensor)])
                     copies.append(None)
                 else:
                     copies.append(memory.empty(tensor.shape, tensor.dtype))
@@ -168,7 +170,10 @@ class Tape:
         memory.taken()  # copies stay
         calls, layers, taken = [], [], list[list[Tensor]]()
         for index, (step, kernel) in enumerate(self._steps):
-            call = kernel.plan(memory.empty, *[known[slot] for slot in step.reads])
+            try:
+                call = kernel.plan(memory.empty, *[known[slot] for slot in step.reads])
+            except Exception as error:
+                raise ExecutionError(step.layers[-1], error) from error
             if call is None or not memory.is_enough:
                 return None
             outputs = call.outputs if len(step.writes) > 1 else (call.outputs,)
@@ -179,7 +184,9 @@ class Tape:
             taken.append(memory.taken())
             for other in self._lasts.get(index, ()):
                 memory.release(taken[other])
-        if not calls:
+        results = [known[slot] for slot in self._wanted]
+        # A view of what lies elsewhere at the next step would keep that memory, for a layout that never comes again.
+        if not calls or any(_storage(result) in storages and id(result) not in lying for result in results):
             return None
         laid_out = kernel.library.lay_out(calls, memory.empty)
         if not memory.is_enough:
@@ -189,8 +196,14 @@ class Tape:
             layers=tuple(layers),
             refusals=tuple(call.refusal for call in calls),
             copies=tuple(copies),
-            results=tuple((slot, lying.get(id(known[slot]), known[slot])) for slot in self._wanted),
+            results=tuple(
+                (slot, lying.get(id(result), result)) for slot, result in zip(self._wanted, results, strict=True)
+            ),
         )
+
+
+def _storage(tensor: Tensor) -> int:
+    return tensor.untyped_storage().data_ptr()
 
 
 def _tensors(value: Any) -> tuple[Tensor | None, ...]:

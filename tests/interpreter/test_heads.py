@@ -107,7 +107,8 @@ def test_in_a_network(dtype: str, transpose: bool, room: int | None) -> None:
 
 
 @pytest.mark.parametrize(
-    ("value", "stored"), [(1 / 3, torch.float32), (1 + 2**-7, torch.bfloat16), (1 + 2**-9, torch.float16)]
+    ("value", "stored"),
+    [(1 / 3, torch.float32), (1 + 2**-7, torch.bfloat16), (1 + 2**-9, torch.float16), (torch.inf, torch.float32)],
 )
 def test_weights_are_stored_in_what_says_the_same(value: float, stored: torch.dtype) -> None:
     assert heads.narrowest(torch.tensor([1.0, value])) is stored

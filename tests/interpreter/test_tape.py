@@ -1,8 +1,10 @@
 """Native kernels as one call: the same bits as one by one, whatever came before; nothing held that others let go."""
 
 import gc
+import re
 import weakref
 from collections.abc import Iterable, Sequence
+from dataclasses import replace
 from typing import Any
 
 import pytest
@@ -171,6 +173,45 @@ def test_what_is_too_large_to_copy_or_to_hold(limit: str, monkeypatch: pytest.Mo
     for x, result in zip(inputs, results, strict=True):
         expected = alone.run({"x": x})
         assert all(torch.equal(result[name], expected[name]) for name in ("one", "two"))
+
+
+def test_a_view_of_what_is_read_where_it_lies_keeps_nothing(monkeypatch: pytest.MonkeyPatch) -> None:
+    """That memory is another at every step: each would be a layout, and would stay as long."""
+    monkeypatch.setattr(tape, "MOST_COPIED", 0)
+
+    def network(g: Any) -> dict[str, Any]:
+        found = norms(g)
+        whole = feed(g, "whole", "float32", (3, 64))
+        part = g.network.add_slice(whole, (1, 0), (1, 64), (1, 1))
+        part.name = "part"
+        return {"one": found["one"], "part": part.get_output(0)}
+
+    joined = Interpreter(read(network), mode="fast")
+    for seed in range(3):
+        x, whole = torch.randn(2, 3, 64, generator=torch.Generator().manual_seed(seed))
+        result, kept = joined.run({"x": x, "whole": whole}), weakref.ref(whole)
+        assert torch.equal(result["part"], whole[1:2])
+        del whole, result
+        gc.collect()
+        assert kept() is None
+    assert not any(found._layouts for found in tapes(joined))
+
+
+def test_what_cannot_be_laid_out_names_the_layer(llama: Program, monkeypatch: pytest.MonkeyPatch) -> None:
+    runner = InterpreterRunner(llama, mode="fast")
+    (first, *_) = tapes(runner.interpreter)
+    position = len(first._steps) // 2
+    step, kernel = first._steps[position]
+
+    def fail(*_: Any) -> Any:
+        raise RuntimeError("shape '[3, 5]' is invalid")
+
+    steps = [*first._steps[:position], (step, replace(kernel, plan=fail)), *first._steps[position + 1 :]]
+    monkeypatch.setattr(first, "_steps", tuple(steps))
+    runner.allocate(BLOCKS)
+    plan = plan_step([Chunk(tokens=[5], start=0, block_table=[1])], block_size=BLOCK, num_blocks=BLOCKS)
+    with pytest.raises(ExecutionError, match=f"layer {re.escape(step.layers[-1])}: shape"):
+        runner.step(plan.inputs)
 
 
 @pytest.mark.parametrize("threads", [1, 2])

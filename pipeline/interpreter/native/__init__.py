@@ -105,11 +105,4 @@ class Calls:
 def load_library(*options: str) -> Library | None:
     """None where the kernels cannot be compiled here. `options`: more of the compiler's (-DPORTABLE: no instruction
     that only x86 has)."""
-    path = compile_library(options)
-    if path is None:
-        return None
-    try:
-        return Library(path)
-    except (OSError, AttributeError):  # a file that something has spoilt
-        path = compile_library(options, anew=True)
-        return None if path is None else Library(path)
+    return compile_library(options, Library)

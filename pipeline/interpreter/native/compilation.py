@@ -7,16 +7,19 @@ stays in the user's cache, under a name that says what it was made of.
 from __future__ import annotations
 
 import atexit
+import contextlib
 import hashlib
 import os
 import platform
 import shutil
 import subprocess
 import tempfile
-from collections.abc import Sequence
+from collections.abc import Callable, Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
+from typing import TypeVar
 
+T = TypeVar("T")
 HERE = Path(__file__).parent
 SOURCES = tuple(
     HERE / f"{name}.c"
@@ -25,6 +28,7 @@ SOURCES = tuple(
 # No traps and no errno: nothing here reads them, and loops with a condition become vectors. NaN and infinity stay.
 FLAGS = ("-O3", "-march=native", "-fno-trapping-math", "-fno-math-errno", "-fopenmp", "-fPIC")
 COMPILERS = ("gcc", "cc", "clang")
+SHARED = (0,)  # users whose code everybody runs: an image's cache is root's
 SECONDS = 300  # of each source: on a busy machine a hundred times what it takes
 
 
@@ -34,35 +38,40 @@ def find_compiler() -> str | None:
     return next(filter(None, map(shutil.which, names)), None)
 
 
-def compile_library(options: Sequence[str], *, anew: bool = False) -> Path | None:
-    """The shared library; None where it cannot be compiled here. `options`: more of the compiler's. `anew`: also where
-    the cache has it."""
+def compile_library(options: Sequence[str], load: Callable[[Path], T]) -> T | None:
+    """What `load` makes of the shared library, which it raises OSError or AttributeError for where it is spoilt. None
+    where it cannot be compiled or loaded here. `options`: more of the compiler's."""
     compiler = find_compiler()
     if compiler is None:
         return None
     command = [compiler, *FLAGS, *options]
-    path = _find_folder() / f"kernels-{_digest(command)}.so"
-    if path.exists() and not anew:
-        return path
     try:
-        _compile(command, path)
+        name = f"kernels-{_digest(command)}.so"
+        for folder in _list_folders():
+            path = folder / name
+            with contextlib.suppress(OSError, AttributeError):
+                if path.stat().st_uid in (*SHARED, os.getuid()):  # code of nobody else's
+                    return load(path)
+            with contextlib.suppress(OSError, AttributeError):  # a folder that cannot be written: the next
+                _compile(command, path)
+                return load(path)
     except (OSError, subprocess.SubprocessError):
-        return None  # another compiler, or no OpenMP
-    return path
+        pass  # another compiler, or no OpenMP
+    return None
 
 
-def _find_folder() -> Path:
-    """`trtseek` in the user's cache ($XDG_CACHE_HOME, or ~/.cache); where nothing can be written there, a new folder
+def _list_folders() -> Iterator[Path]:
+    """`trtseek` in the user's cache ($XDG_CACHE_HOME, or ~/.cache), where code can be loaded from it; then a new folder
     for this process."""
-    try:
+    with contextlib.suppress(OSError, RuntimeError):  # no home
         folder = Path(os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache") / "trtseek"
-        folder.mkdir(parents=True, exist_ok=True)
-        with tempfile.TemporaryFile(dir=folder):
-            return folder
-    except (OSError, RuntimeError):  # no home
-        folder = Path(tempfile.mkdtemp(prefix="trtseek-kernels-"))
-        atexit.register(shutil.rmtree, folder, ignore_errors=True)
-        return folder
+        with contextlib.suppress(OSError):
+            folder.mkdir(mode=0o700, parents=True, exist_ok=True)
+        if not os.statvfs(folder).f_flag & os.ST_NOEXEC:
+            yield folder
+    folder = Path(tempfile.mkdtemp(prefix="trtseek-kernels-"))
+    atexit.register(shutil.rmtree, folder, ignore_errors=True)
+    yield folder
 
 
 def _digest(command: Sequence[str]) -> str:

@@ -59,7 +59,10 @@ def compile_heads(site: Site, otherwise: Callable[[], Kernel]) -> Kernel | None:
 
 
 def narrowest(weight: Tensor) -> torch.dtype:
-    """The type of 16 bits that says the same, where one does."""
+    """The type of 16 bits that says the same, where one does; of what is not finite none, which the kernel does not
+    widen everywhere."""
+    if not weight.isfinite().all():
+        return torch.float32
     for dtype in (torch.bfloat16, torch.float16):
         if torch.equal(weight.to(dtype).to(weight.dtype), weight):
             return dtype

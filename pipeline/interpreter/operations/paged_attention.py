@@ -113,7 +113,6 @@ def compile_attend_pages(site: Site) -> Kernel:
     a copy. Inputs: q [B, N, Q, D], the pools of keys and values, block table [B, MB], page rows, bias."""
     held, library = site.held(), load_library()
     gather, attend_copies = compile_gather_pages(site), compile_attend(site)
-    heads, (_, kv_heads, size, width), v_width = site.spec(0).shape[1], site.spec(1).shape, site.spec(2).shape[3]
 
     def attend(q: Tensor, keys: Tensor, values: Tensor, table: Tensor, rows: Tensor, bias: Tensor) -> Tensor:
         result: Tensor = attend_copies(q, gather(keys, table, rows), gather(values, table, rows), bias)
@@ -122,7 +121,7 @@ def compile_attend_pages(site: Site) -> Kernel:
     if library is None or held not in NATIVE:
         return attend
 
-    pages = Pages(held=held, heads=heads, kv_heads=kv_heads, size=size, width=width, v_width=v_width)
+    pages = _find_pages(site)
 
     def plan(
         empty: Empty, q: Tensor, keys: Tensor, values: Tensor, table: Tensor, rows: Tensor, bias: Tensor
@@ -133,6 +132,12 @@ def compile_attend_pages(site: Site) -> Kernel:
         return None if call is None else replace(call, outputs=call.outputs.unsqueeze(2))
 
     return NativeKernel(library=library, plan=plan, otherwise=attend)
+
+
+def _find_pages(site: Site) -> Pages:
+    (_, kv_heads, size, width), v_width = site.spec(1).shape, site.spec(2).shape[3]
+    heads = site.spec(0).shape[1]
+    return Pages(held=site.held(), heads=heads, kv_heads=kv_heads, size=size, width=width, v_width=v_width)
 
 
 def compile_attend_packed(site: Site) -> Kernel:
@@ -150,15 +155,7 @@ def compile_attend_packed(site: Site) -> Kernel:
 
     if not isinstance(single, NativeKernel):
         return lambda *inputs: single(*inputs) if _is_single(*inputs) else run(*inputs)
-    plan_single, (_, kv_heads, size, width) = single.plan, site.spec(1).shape
-    pages = Pages(
-        held=site.held(),
-        heads=site.spec(0).shape[1],
-        kv_heads=kv_heads,
-        size=size,
-        width=width,
-        v_width=site.spec(2).shape[3],
-    )
+    plan_single, pages = single.plan, _find_pages(site)
 
     def plan(empty: Empty, *inputs: Any) -> Call | None:
         if _is_single(*inputs):

@@ -99,7 +99,7 @@ def top(site: Site, kernel: Kernel, axis: int, count: int) -> Kernel:
         return kernel
 
     def plan(empty: Empty, x: Tensor) -> Call | None:
-        if not _is_plain(x) or held is not torch.int32 or count > x.shape[-1]:
+        if not _is_plain(x) or held is not torch.int32 or not 0 < count <= x.shape[-1]:
             return None
         values, places = (empty((*x.shape[:-1], count), dtype=dtype) for dtype in (x.dtype, held))
         threads = count_threads(x.numel() * count, FEWEST_SHARED)

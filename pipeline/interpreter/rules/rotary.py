@@ -57,10 +57,14 @@ def scale_rotation(graph: Graph, node: Node) -> list[Node] | None:
     if dim and dim != rotation.outputs[0].shape[2]:  # what is not rotated would stay as it was
         return None
     turns = maker_of(graph, rotation.inputs[1], "row_turns")
-    if turns is None:
+    if turns is None or _is_scaled(turns):
         return None
     scaled = part(node, "row_turns", (*turns.inputs[:3], factor), (-1, 1, -1), turns.attributes, dtype="float32")
     return [scaled, replace(rotation, inputs=(rotation.inputs[0], scaled.outputs[0].name), outputs=node.outputs)]
+
+
+def _is_scaled(turns: Node) -> bool:
+    return len(turns.inputs) > 3
 
 
 def round_rotation(graph: Graph, node: Node) -> list[Node] | None:
@@ -129,7 +133,7 @@ def scale_joined(graph: Graph, node: Node) -> list[Node] | None:
     if joined is None or factor not in graph.constants or graph.specs[str(factor)].shape != (1, 1, 1):
         return None
     turns = graph.maker(joined.inputs[2], "row_turns")
-    if turns is None or len(joined.inputs) != 3 or graph.specs[str(factor)].dtype != "float32":
+    if turns is None or _is_scaled(turns) or len(joined.inputs) != 3 or graph.specs[str(factor)].dtype != "float32":
         return None
     scaled = part(node, "row_turns", (*turns.inputs[:3], factor), (-1, 1, -1), turns.attributes, dtype="float32")
     inputs = (*joined.inputs[:2], scaled.outputs[0].name, factor)
