@@ -5,10 +5,13 @@ from typing import Any
 import pytest
 import torch
 
+from pipeline.checkpoint.tensors import RawTensor
+from pipeline.interpreter.interpreter import Interpreter
 from pipeline.interpreter.numerics import Numerics
 from pipeline.interpreter.operations import rotation
 from pipeline.interpreter.operations.site import Site
 from pipeline.network.program import Node, TensorSpec
+from tests.interpreter.networks import feed, read
 
 HEADS, KV_HEADS, WIDTH, SIZE, BLOCKS = 4, 2, 16, 8, 5
 ROWS = 3
@@ -108,3 +111,26 @@ def test_a_place_that_is_none_is_refused_and_nothing_written(monkeypatch: pytest
     with pytest.raises(IndexError, match="none of the 80"):
         kernel(x, (tables, tables), (torch.tensor([0, place]), None), keys, values)
     assert not keys.any() and not values.any()
+
+
+@pytest.mark.parametrize("joined", [False, True])
+def test_what_is_scaled_twice_is_scaled_by_both(joined: bool) -> None:
+    def network(g: Any) -> dict[str, Any]:
+        x, positions = feed(g, "x", "float32", (-1, 2, 8)), feed(g, "positions", "int64", (-1, 1))
+        angles = torch.arange(20).reshape(5, 4) / 7
+        tables = tuple(
+            g.constant(name, RawTensor.from_torch(t)) for name, t in (("cos", angles.cos()), ("sin", angles.sin()))
+        )
+        turned = g.rotate("rotary", g.reshape("column", x, (-1, 2, 1, 8)), tables, positions, interleaved=False)
+        y = g.product("once", g.reshape("rotated", turned, (-1, 2, 8)), g.number("two", [[[2.0]]], "float32"))
+        if joined:
+            y = g.concatenate("both", [x, y], 2)
+        return {"y": g.product("twice", y, g.number("three", [[[3.0]]], "float32"))}
+
+    program = read(network)
+    inputs = {
+        "x": torch.randn(5, 2, 8, generator=torch.Generator().manual_seed(0)),
+        "positions": torch.arange(5)[:, None],
+    }
+    fast, exact = (Interpreter(program, mode=mode).run(inputs)["y"] for mode in ("fast", "exact"))
+    torch.testing.assert_close(fast.float(), exact, rtol=1e-5, atol=1e-5 if fast.dtype is torch.float32 else 2**-5)
