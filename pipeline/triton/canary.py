@@ -82,3 +82,5 @@ class Canaries:
             self._result.put("")
         except TrtseekError as error:
             self._result.put(error.message)
+        except Exception as error:  # whatever it is: while nothing comes of this one, there is no other
+            self._result.put(str(error) or repr(error))
