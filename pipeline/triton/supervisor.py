@@ -207,10 +207,8 @@ class Supervisor:
 
     def _fail(self, models: Mapping[str, bool]) -> None:
         """Ends the calls that get no answer any more."""
-        reason, configs = (
-            f"{', '.join(models)} failed, and is loaded again: ask again",
-            read_configs(self.server.repository),
-        )
+        reason = f"{', '.join(models)} failed, and is loaded again: ask again"
+        configs = read_configs(self.server.repository)
         dead = find_askers({model for model, lives in models.items() if not lives}, configs)
         for gate in self.gates:
             gate.fail(reason, dead)
