@@ -72,7 +72,8 @@ def model(llama_path, monkeypatch):
     monkeypatch.setitem(sys.modules, triton.__name__, triton)
     monkeypatch.syspath_prepend(str(MODEL_REPO))
     for name in ("parameters", "text", "chat", "stream", "answer", "child", "wire"):
-        monkeypatch.delitem(sys.modules, f"trtseek_{name}", raising=False)
+        monkeypatch.setitem(sys.modules, f"trtseek_{name}", None)  # so that the one imported here is gone afterwards
+        del sys.modules[f"trtseek_{name}"]
     spec = importlib.util.spec_from_file_location("relay_model", MODEL_REPO / "tensorrt_llm_bls" / "1" / "model.py")
     module = importlib.util.module_from_spec(spec)
     spec.loader.exec_module(module)
