@@ -9,6 +9,7 @@ Copied into the version folders of the text models. Knows nothing of Triton, so 
 from __future__ import annotations
 
 import difflib
+import json
 from collections.abc import Collection, Mapping
 from typing import Any
 
@@ -42,6 +43,11 @@ def check_parameters(parameters: Mapping[str, Any], model: str, inputs: Collecti
         meant = f"did you mean {near[0]}? " if near else ""
         problem = f"is neither a parameter nor an input of {model}"
         raise ParameterError(name, problem, f"{meant}{known}; inputs: {', '.join(sorted(inputs))}")
+
+
+def check_inner_parameters(said: str | None, model: str) -> None:
+    """Of a request as Triton tells it, which may be an ensemble's. Raises ParameterError for one that is not known."""
+    check_parameters(json.loads(said or "{}"), model, ())
 
 
 def read_choice(parameters: Mapping[str, Any], name: str) -> bool:

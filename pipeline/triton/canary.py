@@ -63,14 +63,15 @@ class Canaries:
         self._flying = False
 
     def look(self, addresses: Addresses, *, every: float, timeout: float) -> str | None:
-        """Sends one when `every` so many seconds have gone; what was wrong with the last one, if anything was."""
+        """Sends one when `every` so many seconds have gone. Once of each: what was wrong with it; "" where it was
+        answered."""
         if self._flying:
             try:
                 error = self._result.get_nowait()
             except queue.Empty:
                 return None
             self._flying, self._began = False, time.monotonic()
-            return error or None
+            return error
         if time.monotonic() - self._began > every:
             self._flying = True
             threading.Thread(target=self._fly, args=(addresses, timeout), name="canary", daemon=True).start()
@@ -82,3 +83,5 @@ class Canaries:
             self._result.put("")
         except TrtseekError as error:
             self._result.put(error.message)
+        except Exception as error:  # whatever it is: while nothing comes of this one, there is no other
+            self._result.put(str(error) or repr(error))

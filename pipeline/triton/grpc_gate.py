@@ -10,7 +10,7 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
-from collections.abc import Callable, Iterable
+from collections.abc import Iterable
 from typing import TYPE_CHECKING, Any
 
 from model_repo.trtseek_text import DRAINING
@@ -46,6 +46,7 @@ class GrpcGate(Gate):
     async def _listen(self) -> None:
         from grpc import aio
 
+        self._parting: set[asyncio.Future[None]] = set()  # asyncio itself does not keep them
         listen(self.host, self.port, "--grpc-port").close()  # of what is taken, gRPC does not say why
         options = (
             ("grpc.max_receive_message_length", self.max_bytes),
@@ -76,11 +77,39 @@ class GrpcGate(Gate):
         owed = Owed()
         try:
             async with self._losable(owed):
-                await _relay(method, context, channel, owed, lambda: self.absence)
+                await self._relay(method, context, channel, owed)
         except LostError as lost:
             await context.abort(grpc.StatusCode.UNAVAILABLE, str(lost))
         finally:
             self.in_flight -= counts
+
+    async def _relay(self, method: str, context: Any, channel: Any, owed: Owed) -> None:
+        """One call, from a client to Triton and back. `owed` is told what passes."""
+        import grpc
+
+        metadata = _pass_on(context.invocation_metadata())
+        call = channel.stream_stream(method)(metadata=metadata, timeout=context.time_remaining())
+        asking = asyncio.ensure_future(_ask(context, call, owed))
+        answering = asyncio.ensure_future(_answer(context, call, owed if method == STREAM else None))
+        try:
+            # A read that is cancelled cancels the call, which is to be decided below.
+            await asyncio.shield(answering)
+            code, text = await call.code(), await call.details()
+        finally:
+            asking.cancel()
+            with contextlib.suppress(asyncio.CancelledError):
+                await asking
+            if method == STREAM and not owed.models and not call.done():
+                self._parting.add(parting := asyncio.ensure_future(_part(call, answering)))
+                parting.add_done_callback(self._parting.discard)
+            else:
+                call.cancel()
+            answering.add_done_callback(lambda ended: ended.cancelled() or ended.exception())  # which nobody waits for
+        if code is grpc.StatusCode.UNAVAILABLE and channel.get_state() is not grpc.ChannelConnectivity.READY:
+            text = self.absence
+        context.set_trailing_metadata(_pass_on(await call.trailing_metadata()))
+        if code is not grpc.StatusCode.OK:
+            await context.abort(code, text or "")
 
 
 def _make_handler(gate: GrpcGate, channel: Any) -> Any:
@@ -96,35 +125,6 @@ def _make_handler(gate: GrpcGate, channel: Any) -> Any:
     return Handler()
 
 
-async def _relay(method: str, context: Any, channel: Any, owed: Owed, absence: Callable[[], str]) -> None:
-    """One call, from a client to Triton and back. `owed` is told what passes. `absence`: as Gate has it."""
-    import grpc
-
-    metadata = _pass_on(context.invocation_metadata())
-    call = channel.stream_stream(method)(metadata=metadata, timeout=context.time_remaining())
-    asking = asyncio.ensure_future(_ask(context, call, owed))
-    answering = asyncio.ensure_future(_answer(context, call, owed if method == STREAM else None))
-    try:
-        # A read that is cancelled cancels the call, which is to be decided below.
-        await asyncio.shield(answering)
-        code, text = await call.code(), await call.details()
-    finally:
-        asking.cancel()
-        with contextlib.suppress(asyncio.CancelledError):
-            await asking
-        if method == STREAM and not owed.models and not call.done():
-            _parting.add(parting := asyncio.ensure_future(_part(call, answering)))
-            parting.add_done_callback(_parting.discard)
-        else:
-            call.cancel()
-        answering.add_done_callback(lambda ended: ended.cancelled() or ended.exception())  # which nobody waits for
-    if code is grpc.StatusCode.UNAVAILABLE and channel.get_state() is not grpc.ChannelConnectivity.READY:
-        text = absence()
-    context.set_trailing_metadata(_pass_on(await call.trailing_metadata()))
-    if code is not grpc.StatusCode.OK:
-        await context.abort(code, text or "")
-
-
 async def _answer(context: Any, call: Any, owed: Owed | None) -> None:
     """Triton's messages, to the client."""
     from grpc import aio
@@ -134,9 +134,6 @@ async def _answer(context: Any, call: Any, owed: Owed | None) -> None:
             if owed is not None:
                 owed.hear_stream(answer)
             await context.write(answer)
-
-
-_parting: set[asyncio.Future[None]] = set()  # asyncio itself does not keep them
 
 
 async def _part(call: Any, answering: asyncio.Future[None]) -> None:

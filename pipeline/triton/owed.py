@@ -8,6 +8,7 @@ Without, such a model owes the stream an answer for as far as anybody can know.
 
 from __future__ import annotations
 
+import itertools
 import math
 import time
 from collections import Counter
@@ -17,8 +18,9 @@ from collections.abc import Iterator
 MODEL_NAME, LONGEST_NAME = 0x0A, 0x7F
 # Fields of ModelInferRequest and ModelInferResponse alike, which every library writes in their order; then tensors.
 NAME, ID, PARAMETERS = 1, 3, 4
-INFER_RESPONSE = 2  # of ModelStreamInferResponse
+ERROR, INFER_RESPONSE = 1, 2  # of ModelStreamInferResponse
 MOST = 10_000  # requests that one stream is remembered to have open
+FEW = 8  # fields among which a client's id is looked for: a message may hold millions, each of two bytes
 FINAL = b"\n\x15triton_final_response\x12\x02\x08\x01"  # a parameter that is true
 
 
@@ -32,7 +34,8 @@ class Owed:
 
     @property
     def models(self) -> set[str]:
-        return self._never | {model for model, _ in self._open}
+        # Copied at once: another thread may ask while requests come and go.
+        return self._never | {model for model, _ in list(self._open)}
 
     def ask(self, message: bytes) -> None:
         """A ModelInferRequest goes out."""
@@ -49,13 +52,23 @@ class Owed:
     def hear_stream(self, message: bytes) -> None:
         """A ModelStreamInferResponse has come."""
         self.hear()
+        failed = False
         for number, start, end in _read_fields(message, 0, len(message), INFER_RESPONSE):
-            if number == INFER_RESPONSE:
+            if number == ERROR:
+                failed = True
+            else:
                 fields = [(field, message[a:b]) for field, a, b in _read_fields(message, start, end, PARAMETERS)]
                 named = dict(fields)
-                answered = named.get(NAME, b"").decode(errors="replace"), named.get(ID, b"")
-                if answered in self._open and (PARAMETERS, FINAL) in fields:
-                    self._open -= Counter([answered])
+                model, identity = named.get(NAME, b"").decode(errors="replace"), named.get(ID, b"")
+                if (PARAMETERS, FINAL) in fields:
+                    self._pay(model, identity)
+                elif failed and not model:  # refused before any model saw it: Triton says of what id, and no more
+                    self._pay(next((model for model, each in self._open if each == identity), ""), identity)
+
+    def _pay(self, model: str, identity: bytes) -> None:
+        """One request of these, if there is one."""
+        if (count := self._open.pop((model, identity), 0)) > 1:
+            self._open[model, identity] = count - 1
 
     def is_silent(self, since: float) -> bool:
         """Whether no answer has come since then, a time of time.monotonic()."""
@@ -72,7 +85,8 @@ def read_model(message: bytes) -> str:
 
 
 def _read_id(message: bytes) -> bytes:
-    return next((message[a:b] for number, a, b in _read_fields(message, 0, len(message), ID) if number == ID), b"")
+    fields = itertools.islice(_read_fields(message, 0, len(message), ID), FEW)
+    return next((message[a:b] for number, a, b in fields if number == ID), b"")
 
 
 def _read_fields(message: bytes, start: int, end: int, last: int) -> Iterator[tuple[int, int, int]]:

@@ -25,7 +25,7 @@ from pipeline.triton.keeper import FOLDER
 from pipeline.triton.kept import Kept
 from pipeline.triton.processes import PREFIX, find_stubs, remove_remains
 from pipeline.triton.server_log import ServerLog
-from pipeline.triton.shortage import ADVICE, Shortage
+from pipeline.triton.shortage import ADVICE, TOLD, Shortage
 
 STUB_S = 300
 # Triton's exit time-out counts requests in flight and the end of its models' processes together.
@@ -62,13 +62,14 @@ class TritonServer:
         self.prefix = f"{PREFIX}_{os.getpid()}_{secrets.token_hex(4)}_"
         self._kept: Kept | None = None
         self._folder: Path | None = None  # made by start; there is nothing to remove before
-        self._log, self._shortage = ServerLog(log), Shortage()
+        self._log = ServerLog(log)
+        self.shortage = Shortage(self._log)
 
     def start(self, deadline: float) -> None:
         """Starts it and waits until every model is loaded. Raises ServerError with the reasons where one cannot be, or
         not within `deadline` seconds: a model's process that cannot start makes Triton wait for ever."""
         self.addresses.check()
-        self._shortage = Shortage()
+        self.shortage.renew()
         try:
             self._launch()
             end = time.monotonic() + deadline
@@ -78,13 +79,9 @@ class TritonServer:
                 raise ServerError("\n".join(problems.values()), hint=self._hint)
         except BaseException as error:
             self.stop(grace=0)
-            if isinstance(error, ServerError) and (cause := self.find_shortage()) and cause not in error.message:
+            if isinstance(error, ServerError) and (cause := self.shortage.describe()) and cause not in error.message:
                 raise ServerError(f"{error.message}\n{cause}", hint=f"{ADVICE}; {self._hint}") from error
             raise
-
-    def find_shortage(self) -> str:
-        """That memory ran out since the start, in words; nothing where that is not known."""
-        return self._shortage.describe(self.errors())
 
     def load(self, *models: str, deadline: float) -> None:
         """Loads models of a server that runs. Raises ServerError with the reason of the first that cannot be, or not
@@ -144,7 +141,7 @@ class TritonServer:
         return {} if self.pid is None else find_stubs(self.pid)
 
     def errors(self) -> str:
-        """The log's last errors since the start, for messages."""
+        """The log's last errors since it served last, or was started, for messages."""
         return self._log.errors()
 
     def _launch(self) -> None:
@@ -212,8 +209,8 @@ class TritonServer:
     def _load_given_up(self, end: float) -> None:
         """Loads what Triton has given up again, until there is nothing of it, or it is too late. Raises ServerError."""
         while given_up := [name for name, problem in self.control.find_unloaded().items() if GIVEN_UP in problem]:
-            if cause := self.find_shortage():  # which another try does not cure
-                raise ServerError(f"{', '.join(given_up)} cannot be loaded: {cause}", hint=f"{ADVICE}; {self._hint}")
+            if self.shortage.told:  # which another try does not cure
+                raise ServerError(f"{', '.join(given_up)} cannot be loaded: {TOLD}", hint=f"{ADVICE}; {self._hint}")
             try:
                 self.control.load(*given_up, deadline=max(0.1, end - time.monotonic()))
             except ServerError as error:

@@ -45,7 +45,7 @@ def claim_log(path: Path, *, is_given: bool) -> Iterator[Path]:
 
 
 class ServerLog:
-    """The file may be that of many starts: `open` marks where this one's lines begin."""
+    """The file may be that of many starts: `open` marks where this one's lines begin, `mark` where later ones do."""
 
     def __init__(self, path: Path) -> None:
         self.path = path
@@ -63,8 +63,13 @@ class ServerLog:
                 hint="name another file with --log",
             ) from error
 
+    def mark(self) -> None:
+        """What is in it explains nothing that happens from now on."""
+        with contextlib.suppress(OSError):
+            self._start = self.path.stat().st_size
+
     def errors(self, lines: int = 6) -> str:
-        """The last errors since the start, for messages."""
+        """The last errors since the mark, for messages."""
         try:
             with open(self.path, encoding="utf-8", errors="replace") as log:
                 log.seek(self._start)

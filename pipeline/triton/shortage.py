@@ -6,27 +6,41 @@ from __future__ import annotations
 import re
 from pathlib import Path
 
+from pipeline.triton.server_log import ServerLog
+
 VMSTAT = Path("/proc/vmstat")
 ADVICE = (
     "free some, raise the limit that this runs under, or lower stages.package.max_tokens_in_paged_kv_cache, "
     "stages.build.max_batch_size or the number of instances"
 )
+TOLD = "memory ran out"
 # As C++, Python, torch and the C library say it.
 _WORDS = re.compile(r"bad_alloc|MemoryError|DefaultCPUAllocator|(?i:cannot allocate memory|out of memory)")
 
 
 class Shortage:
-    """From now on."""
+    """What the log and the kernel say from now on, or from the last `renew` on."""
 
-    def __init__(self) -> None:
+    def __init__(self, log: ServerLog) -> None:
+        self._log = log
         self._before = count_kills()
 
-    def describe(self, errors: str) -> str:
-        """In words; nothing where it is not known. `errors`: the log's."""
-        if _WORDS.search(errors):
-            return "memory ran out"
+    def renew(self) -> None:
+        """What was said until now explains nothing that fails later."""
+        self._log.mark()
+        self._before = count_kills()
+
+    @property
+    def told(self) -> bool:
+        """Whether the server itself says it: whose process the kernel killed is not known."""
+        return bool(_WORDS.search(self._log.errors()))
+
+    def describe(self) -> str:
+        """In words; nothing where it is not known."""
+        if self.told:
+            return TOLD
         if killed := count_kills() - self._before:
-            return f"the kernel killed {killed} process{'es'[: 2 * (killed > 1)]} meanwhile because memory ran out"
+            return f"the kernel killed {killed} process(es) meanwhile because memory ran out"
         return ""
 
 

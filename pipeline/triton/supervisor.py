@@ -157,14 +157,18 @@ class Supervisor:
             return "tritonserver has ended"
         if lost := self._instances.find_lost(self.server.stubs):
             return f"a process of {', '.join(lost)} has ended"
-        if error := self._canaries.look(self.server.addresses, every=self.patience.every, timeout=self.patience.canary):
+        error = self._canaries.look(self.server.addresses, every=self.patience.every, timeout=self.patience.canary)
+        if error:
             return f"a canary request failed: {error}"
+        if error is not None:
+            self.server.shortage.renew()
         return None
 
     def _confirm(self, loaded: Iterable[str] = ()) -> float:
         """Ready, once a request is answered: the seconds that took. `loaded`: again, in the place of what they were."""
         seconds = send_canary(self.server.addresses, self.patience.canary)
         self._instances, self._canaries = self._instances.without(loaded, self.server.stubs), Canaries()
+        self.server.shortage.renew()
         self.ready = True
         return seconds
 
@@ -179,7 +183,7 @@ class Supervisor:
                 f"{problem}, after {MAX_REPAIRS} repairs within the hour\n{self.server.errors()}".rstrip(),
                 hint=f"the log: {self.server.log}",
             )
-        cause = self.server.find_shortage()
+        cause = self.server.shortage.describe()
         self._say(f"{problem} ({cause}: {ADVICE})" if cause else problem)
         if self.server.running:
             try:
@@ -203,10 +207,8 @@ class Supervisor:
 
     def _fail(self, models: Mapping[str, bool]) -> None:
         """Ends the calls that get no answer any more."""
-        reason, configs = (
-            f"{', '.join(models)} failed, and is loaded again: ask again",
-            read_configs(self.server.repository),
-        )
+        reason = f"{', '.join(models)} failed, and is loaded again: ask again"
+        configs = read_configs(self.server.repository)
         dead = find_askers({model for model, lives in models.items() if not lives}, configs)
         for gate in self.gates:
             gate.fail(reason, dead)

@@ -54,7 +54,7 @@ class Request:
 
 
 class ErrorText(str):
-    UNAVAILABLE, INVALID_ARG = "unavailable", "invalid"
+    UNAVAILABLE, INVALID_ARG, INTERNAL = "unavailable", "invalid", "internal"
 
     def __new__(cls, text, code=None):
         made = super().__new__(cls, text)

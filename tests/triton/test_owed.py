@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import sys
+import threading
 import time
 
 import pytest
@@ -81,3 +83,70 @@ def test_who_hears_nothing_is_silent() -> None:
     owed.hear()
     assert not owed.is_silent(before)
     assert owed.is_silent(time.monotonic() + 1)
+
+
+@pytest.mark.parametrize("identity", ["", "2"])
+def test_what_triton_refuses_is_not_owed_any_more(identity: str) -> None:
+    """It then names no model, and says nothing of an end: only which id, and why."""
+    owed = Owed()
+    for model, name in (("a", "1"), ("a", identity), ("b", identity)):
+        owed.ask(request(model, name))
+    refusal = service_pb2.ModelStreamInferResponse(error_message="unexpected shape for input 'x'")
+    refusal.infer_response.id = identity
+    owed.hear_stream(refusal.SerializeToString())
+    assert owed.models == {"a", "b"}
+    owed.hear_stream(refusal.SerializeToString())
+    assert owed.models == {"a"}  # that of the other id
+    owed.hear_stream(refusal.SerializeToString())  # of nothing that is known
+    owed.hear_stream(answer("a", "1", final=True))
+    assert owed.models == set()
+
+
+def test_an_error_of_a_model_that_goes_on_ends_nothing() -> None:
+    owed = Owed()
+    owed.ask(request("a", "1"))
+    owed.hear_stream(answer("a", "1", final=False, error="one row of two"))
+    assert owed.models == {"a"}
+
+
+def test_a_message_of_millions_of_fields_is_read_in_no_time() -> None:
+    owed, message = Owed(), b"\n\x0ctensorrt_llm" + b"\x12\0" * 8_000_000
+    began = time.monotonic()
+    owed.ask(message)
+    assert time.monotonic() - began < 1
+    assert owed.models == {"tensorrt_llm"}
+
+
+def test_another_thread_may_look_while_requests_come_and_go() -> None:
+    owed, done = Owed(), threading.Event()
+    for number in range(2000):
+        owed.ask(request("a", str(number)))
+    messages = [(request("a", "x"), answer("a", "x", final=True))] * 3000
+
+    def come_and_go() -> None:
+        for asked, answered in messages:
+            owed.ask(asked)
+            owed.hear_stream(answered)
+        done.set()
+
+    before = sys.getswitchinterval()
+    sys.setswitchinterval(1e-5)
+    try:
+        thread = threading.Thread(target=come_and_go)
+        thread.start()
+        while not done.is_set():
+            assert owed.models == {"a"}
+    finally:
+        sys.setswitchinterval(before)
+        thread.join()
+
+
+def test_answers_take_no_longer_where_much_is_open() -> None:
+    owed = Owed()
+    for number in range(MOST):
+        owed.ask(request("a", str(number)))
+    began = time.monotonic()
+    for number in range(MOST):
+        owed.hear_stream(answer("a", str(number), final=True))
+    assert time.monotonic() - began < 2  # it was quadratic: 8 s
+    assert owed.models == set()

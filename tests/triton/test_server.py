@@ -2,6 +2,7 @@
 
 import contextlib
 import dataclasses
+import itertools
 import json
 import os
 import select
@@ -202,15 +203,16 @@ def test_a_model_that_cannot_be_loaded_says_why(tmp_path, code, reason):
     assert memory(server) == []
 
 
-@pytest.mark.parametrize("told", [True, False])
-def test_a_process_that_was_killed_for_want_of_memory_is_not_tried_again(tmp_path, monkeypatch, told):
-    """Triton says of it what it says of one that was slow. What to lower is said, and nothing is left."""
-    code = "import os, signal\nos.kill(os.getpid(), signal.SIGKILL)" if told else "raise MemoryError('no room')"
-    killed = iter([0] * 2 + [1] * 100) if told else iter([0] * 100)
-    monkeypatch.setattr(shortage, "count_kills", lambda: next(killed))
+KILLED = "import os, signal\nos.kill(os.getpid(), signal.SIGKILL)\n"
+NO_ROOM = "import sys\nprint('MemoryError: no room', file=sys.stderr, flush=True)\n"
+
+
+@pytest.mark.parametrize("code", [NO_ROOM + KILLED, "raise MemoryError('no room')"])
+def test_a_model_that_says_that_memory_ran_out_is_not_tried_again(tmp_path, code):
+    """Triton says of its process what it says of one that was slow. What to lower is said, and nothing is left."""
     server = make(tmp_path, code=code)
     began = time.monotonic()
-    with server, pytest.raises(ServerError, match="memory ran out") as caught:
+    with server, pytest.raises(ServerError, match=r"(?s)probe cannot be loaded: .*memory ran out") as caught:
         server.start(deadline=240)
     assert time.monotonic() - began < 120
     assert (
@@ -218,6 +220,19 @@ def test_a_process_that_was_killed_for_want_of_memory_is_not_tried_again(tmp_pat
         and str(server.log) in caught.value.hint
     )
     assert memory(server) == []
+
+
+def test_a_model_is_tried_again_though_the_kernel_killed_a_process(tmp_path, monkeypatch):
+    """Which may have been a neighbour's: it says only that one was, of any on this host."""
+    killed = itertools.chain([0, 0], itertools.repeat(1))
+    monkeypatch.setattr(shortage, "count_kills", lambda: next(killed))
+    once = f"import pathlib\nmark = pathlib.Path({str(tmp_path / 'mark')!r})\nif not mark.exists():\n    mark.touch()\n"
+    with make(tmp_path, code=f"{once}    {'; '.join(KILLED.splitlines())}\n{PROBE}") as server:
+        server.start(deadline=120)
+        assert ask(server)["prefix"] == sys.prefix
+        assert server.shortage.describe() == "the kernel killed 1 process(es) meanwhile because memory ran out"
+        server.shortage.renew()
+        assert server.shortage.describe() == ""
 
 
 def test_a_model_that_never_starts_meets_the_deadline(tmp_path):

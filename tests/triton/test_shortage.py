@@ -7,7 +7,13 @@ from pathlib import Path
 import pytest
 
 from pipeline.triton import shortage
+from pipeline.triton.server_log import ServerLog
 from pipeline.triton.shortage import Shortage, count_kills
+
+
+@pytest.fixture
+def log(tmp_path: Path) -> Path:
+    return tmp_path / "log"
 
 
 @pytest.mark.parametrize(
@@ -19,18 +25,28 @@ from pipeline.triton.shortage import Shortage, count_kills
         "OSError: [Errno 12] Cannot allocate memory",
     ],
 )
-def test_the_log_says_it(line: str) -> None:
-    assert Shortage().describe(f"E1130 x\n{line}") == "memory ran out"
+def test_the_log_says_it(log: Path, line: str) -> None:
+    log.write_text(f"E1130 x\n{line}\n")
+    since = Shortage(ServerLog(log))
+    assert since.told
+    assert since.describe() == "memory ran out"
+    since.renew()  # it serves
+    with open(log, "a") as file:
+        file.write("E1130 the process got signal 11\n")
+    assert not since.told
+    assert since.describe() == ""
 
 
-def test_the_kernel_says_it(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_the_kernel_says_it(tmp_path: Path, log: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Not of which process: a neighbour's is not told apart, but what was before the server served does not count."""
     counts = tmp_path / "vmstat"
     monkeypatch.setattr(shortage, "VMSTAT", counts)
     assert count_kills() == 0  # a kernel that does not count
     counts.write_text("oom_kill_other 9\noom_kill 3\nx 1\n")
-    since = Shortage()
-    assert since.describe("Stub process 'x' is not healthy.") == ""
-    counts.write_text("oom_kill 4\n")
-    assert since.describe("") == "the kernel killed 1 process meanwhile because memory ran out"
+    since = Shortage(ServerLog(log))
+    assert since.describe() == ""
     counts.write_text("oom_kill 5\n")
-    assert since.describe("") == "the kernel killed 2 processes meanwhile because memory ran out"
+    assert since.describe() == "the kernel killed 2 process(es) meanwhile because memory ran out"
+    assert not since.told
+    since.renew()
+    assert since.describe() == ""

@@ -4,6 +4,7 @@ to end."""
 import os
 import socket
 import time
+from types import SimpleNamespace
 
 import pytest
 
@@ -147,3 +148,20 @@ def test_who_hears_of_an_instance_that_lives_is_not_told(monkeypatch):
     assert done[:2] == [([], 0.0)] * 2 and silent == []
     assert [models for models, _ in done[2:]] == [["ensemble", "postprocessing"]] * 2
     assert all(began + ECHO_S <= since <= time.monotonic() - 0.1 for _, since in done[2:])
+
+
+def test_what_was_before_the_server_last_answered_explains_nothing_later(monkeypatch):
+    """After each request that proves that it serves: that of a start or a repair, and each canary."""
+    renewed, told = [], iter([None, "", "no answer", ""])
+    server = Server(Addresses(), 0)
+    server.stubs, server.shortage = {}, SimpleNamespace(renew=lambda: renewed.append(True))
+    supervisor = Supervisor(
+        lambda _: server, addresses=Addresses(), max_bytes=1000, patience=Patience(), say=lambda _: None
+    )
+    monkeypatch.setattr("pipeline.triton.supervisor.send_canary", lambda addresses, timeout: 1.0)
+    assert supervisor._confirm() == 1.0
+    assert len(renewed) == 1
+    monkeypatch.setattr(supervisor._canaries, "look", lambda addresses, every, timeout: next(told))
+    problem = "a canary request failed: no answer"
+    for found, times in ((None, 1), (None, 2), (problem, 2), (None, 3)):
+        assert (supervisor._find_problem(), len(renewed)) == (found, times)

@@ -2,11 +2,10 @@
 
 from __future__ import annotations
 
-import json
 from typing import Any
 
 import triton_python_backend_utils as pb_utils
-from trtseek_parameters import ParameterError, check_parameters
+from trtseek_parameters import ParameterError, check_inner_parameters
 from trtseek_text import RequestError, Tokenizer, decode_batch, lighten_stub, read_flag, read_parameters, resolve_path
 
 
@@ -25,9 +24,7 @@ class TritonPythonModel:
     def _answer(self, request: Any) -> Any:
         inputs = {tensor.name(): tensor.as_numpy() for tensor in request.inputs()}
         try:
-            check_parameters(
-                json.loads(request.parameters() or "{}"), "postprocessing", ()
-            )  # its own, or an ensemble's
+            check_inner_parameters(request.parameters(), "postprocessing")
             texts = decode_batch(self.tokenizer, inputs["TOKENS_BATCH"], inputs["SEQUENCE_LENGTH"])
         except (RequestError, ParameterError) as error:
             wrong = pb_utils.TritonError(str(error), pb_utils.TritonError.INVALID_ARG)

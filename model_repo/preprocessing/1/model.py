@@ -2,13 +2,12 @@
 
 from __future__ import annotations
 
-import json
 from typing import Any
 
 import numpy as np
 import numpy.typing as npt
 import triton_python_backend_utils as pb_utils
-from trtseek_parameters import ParameterError, check_parameters
+from trtseek_parameters import ParameterError, check_inner_parameters
 from trtseek_text import (
     DRAINING,
     RequestError,
@@ -47,7 +46,7 @@ class TritonPythonModel:
             return pb_utils.InferenceResponse(error=pb_utils.TritonError(DRAINING, pb_utils.TritonError.UNAVAILABLE))
         inputs = {tensor.name(): tensor.as_numpy() for tensor in request.inputs()}
         try:
-            check_parameters(json.loads(request.parameters() or "{}"), "preprocessing", ())  # its own, or an ensemble's
+            check_inner_parameters(request.parameters(), "preprocessing")
             check_sizes(inputs, TEXTS, self.max_bytes)
             outputs = preprocess(self.tokenizer, inputs)
         except (RequestError, ParameterError) as error:

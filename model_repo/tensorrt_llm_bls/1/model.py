@@ -32,6 +32,9 @@ from trtseek_text import (
 )
 
 FINAL = pb_utils.TRITONSERVER_RESPONSE_COMPLETE_FINAL
+# Bytes of a response that is sent with the final flag. Where shared memory has no room for one, Triton says so, but
+# takes nothing of that request any more after the flag: a larger one goes before, so that its error can be told.
+SMALL = 1 << 16
 
 
 class TritonPythonModel:
@@ -65,7 +68,7 @@ class TritonPythonModel:
                 timeout=int(request.timeout() or 0),
             )
             if is_draining():
-                call.fail(DRAINING, pb_utils.TritonError.UNAVAILABLE)
+                call.fail(DRAINING, pb_utils.TritonError.UNAVAILABLE, 0)
                 call.close()
             else:
                 self._pool.submit(self._serve, call)
@@ -80,6 +83,7 @@ class TritonPythonModel:
         with answering(call):
             check_parameters(call.parameters, self.name, SERVED)
             prompts = read_prompts(self.tokenizer, call.inputs, max_bytes=self.max_bytes, parameters=call.parameters)
+            call.rows = set(range(len(prompts)))
         threads = [
             threading.Thread(target=self._serve_row, args=(call, row, prompt, len(prompts)))
             for row, prompt in enumerate(prompts[1:], 1)
@@ -94,11 +98,11 @@ class TritonPythonModel:
         call.close()
 
     def _serve_row(self, call: Call, row: int, prompt: Prompt, rows: int) -> None:
-        with answering(call):
+        with answering(call, row):
             inputs = build_inputs(self.tokenizer, call.inputs, prompt, row=row, rows=rows)
-            self._relay(call, Answer(self.tokenizer, prompt, row=row, accumulates=self.accumulates), inputs)
+            self._relay(call, row, Answer(self.tokenizer, prompt, row=row, accumulates=self.accumulates), inputs)
 
-    def _relay(self, call: Call, answer: Answer, inputs: Arrays) -> None:
+    def _relay(self, call: Call, row: int, answer: Answer, inputs: Arrays) -> None:
         """From `tensorrt_llm` to the client."""
         conversation = Conversation(self.child)
         with self._lock:
@@ -111,16 +115,16 @@ class TritonPythonModel:
                 "outputs": answer.outputs,
             }
             for arrays in conversation.ask(head, inputs):
-                call.send(answer.add(arrays), may_be_last=conversation.ended or answer.stopped)
+                call.send(answer.add(arrays), row, may_be_last=conversation.ended or answer.stopped)
                 if answer.stopped:
                     conversation.stop()
         except ChildError as error:
-            call.fail(rename_fields(error.message), getattr(pb_utils.TritonError, error.code))
+            call.fail(rename_fields(error.message), getattr(pb_utils.TritonError, error.code), row)
             return
         finally:
             with self._lock:
                 self._streams.pop(conversation, None)
-        call.send(answer.finish(), may_be_last=True)
+        call.send(answer.finish(), row, may_be_last=True)
 
     def _watch(self) -> None:
         count = 0
@@ -134,15 +138,15 @@ class TritonPythonModel:
 
 
 class Call:
-    """One request, and the way to answer it."""
+    """One request, and the way to answer it. `rows`: those of its prompts that have something to come."""
 
     def __init__(
         self, inputs: Arrays, *, sender: Any, request_id: str, parameters: dict[str, Any], timeout: int
     ) -> None:
         self.inputs, self.request_id, self.parameters, self.timeout = inputs, request_id, parameters, timeout
+        self.rows: set[int] = set()
         self._sender, self._closed = sender, False
-        self._held: Any = None
-        self._error: Any = None
+        self._held: tuple[Any, Any] | None = None  # a response, and its tensors
         # Triton crashes when it is asked about a request whose final response it has.
         self._closing = threading.Lock()
 
@@ -156,45 +160,59 @@ class Call:
         flag Triton 24.10 crashes, or keeps it for ever and cannot unload the model."""
         with self._closing:
             self._closed = True
-            if self._error is not None:
-                self._release()
-                self._sender.send(self._error, flags=FINAL)
-            elif self._held is not None:
-                self._release(flags=FINAL)
+            held, self._held = self._held, None
+            if held is not None:
+                self._sender.send(held[0], flags=FINAL)
             else:
                 self._sender.send(flags=FINAL)
 
-    def send(self, responses: list[Arrays], *, may_be_last: bool) -> None:
-        """The last of those that may be the last is held until another comes, or the end."""
-        for arrays in responses:
-            # Kept until they are sent: Triton 24.10 destroys what the client did not ask for without Python's lock.
-            tensors = [pb_utils.Tensor(name, array) for name, array in arrays.items()]
-            with self._closing:
-                self._release()
-                self._held = pb_utils.InferenceResponse(tensors), tensors
-                if not may_be_last:
-                    self._release()
-
-    def _release(self, **flags: int) -> None:
-        if self._held is not None:
-            self._sender.send(self._held[0], **flags)
-            self._held = None
-
-    def fail(self, message: str, code: Any) -> None:
-        """Keeps an error until `close`; another row's error before it is sent."""
+    def send(self, responses: list[Arrays], row: int, *, may_be_last: bool) -> None:
+        """What may be the last of all is held until another comes, or the end. Raises where Triton cannot send it."""
         with self._closing:
-            if self._error is not None:
-                self._sender.send(self._error)
-            self._error = pb_utils.InferenceResponse(error=pb_utils.TritonError(message, code))
+            if may_be_last:
+                self.rows.discard(row)
+            for arrays in responses:
+                # Kept until they are sent: Triton 24.10 destroys what the client did not ask for without Python's lock.
+                tensors = [pb_utils.Tensor(name, array) for name, array in arrays.items()]
+                response = pb_utils.InferenceResponse(tensors)
+                self._release()
+                if may_be_last and not self.rows and measure(arrays) < SMALL:
+                    self._held = response, tensors
+                else:
+                    self._sender.send(response)
+
+    def fail(self, message: str, code: Any, row: int) -> None:
+        """An error, as the last of its row. Never raises: what else cannot be sent, the error is to be told."""
+        error = pb_utils.InferenceResponse(error=pb_utils.TritonError(message, code))
+        with self._closing:
+            self.rows.discard(row)
+            try:
+                self._release()
+                if self.rows:
+                    self._sender.send(error)
+                    return
+            except Exception as failure:
+                pb_utils.Logger.log_error(f"a response could not be sent: {failure!r}")
+            self._held = error, None
+
+    def _release(self) -> None:
+        held, self._held = self._held, None  # not sent again where it cannot be
+        if held is not None:
+            self._sender.send(held[0])
+
+
+def measure(arrays: Arrays) -> int:
+    """Bytes, about."""
+    return sum(sum(map(len, array.flat)) if array.dtype == object else array.nbytes for array in arrays.values())
 
 
 @contextlib.contextmanager
-def answering(call: Call) -> Iterator[None]:
+def answering(call: Call, row: int = 0) -> Iterator[None]:
     """What is raised within is the answer."""
     try:
         yield
     except (RequestError, ParameterError) as error:
-        call.fail(str(error), pb_utils.TritonError.INVALID_ARG)
+        call.fail(str(error), pb_utils.TritonError.INVALID_ARG, row)
     except Exception as error:
         pb_utils.Logger.log_error(f"a request failed: {error!r}")
-        call.fail(f"the request failed: {error!r}", pb_utils.TritonError.INTERNAL)
+        call.fail(f"the request failed: {error!r}", pb_utils.TritonError.INTERNAL, row)

@@ -52,8 +52,12 @@ SAMPLING_FIELDS = {
 # What an ensemble of TensorRT-LLM's always sends, and beam search's own, without effect on one beam.
 IGNORED = frozenset(
     [
-        *("decoder_input_ids", "decoder_input_lengths", "prompt_table_extra_ids"),
-        *("len_penalty", "early_stopping", "beam_search_diversity_rate"),
+        "decoder_input_ids",
+        "decoder_input_lengths",
+        "prompt_table_extra_ids",
+        "len_penalty",
+        "early_stopping",
+        "beam_search_diversity_rate",
     ]
 )
 KNOWN = frozenset(
