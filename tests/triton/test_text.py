@@ -351,6 +351,31 @@ def test_the_ids_of_an_answer_are_those_of_its_tokens(modules, tokenizer, stream
     assert said.dtype == np.int32 and said.tolist() == [[ids]]  # after the stop string, none
 
 
+@pytest.mark.parametrize("together", [1, 3, 99])
+@pytest.mark.parametrize("streams", [True, False])
+def test_what_is_counted_of_an_answer_is_what_is_returned(modules, tokenizer, streams, together):
+    """Not what tensorrt_llm made until it heard of the stop string, in the same response or in one after it."""
+    ids = tokenizer.encode_word(b"an end")
+    made = [*ids, 5, 6, 7]
+    wanted = ("output_ids", "output_log_probs", "cum_log_probs", "num_output_tokens")
+    prompt = make_prompt(modules, tokenizer, wanted=wanted, streams=streams, stops=("end",))
+    answer = modules["answer"].Answer(tokenizer, prompt, row=0, accumulates=False)
+    responses = []
+    for start in range(0, len(made), together):
+        piece = made[start : start + together]
+        others = {"output_log_probs": [[[-1] * len(piece)]], "cum_log_probs": [[-(start + len(piece))]]}
+        responses += answer.add(child(piece, **others))
+    responses += answer.add({**child([]), "num_output_tokens": np.array([[len(made)]], np.int32)})
+    responses += answer.finish()
+    assert "".join(texts(responses)) == "an "
+    for name in ("output_ids", "output_log_probs"):
+        said = [response[name] for response in responses if name in response]
+        assert np.concatenate(said, 2).shape == (1, 1, len(ids)), name
+    assert [response["cum_log_probs"] for response in responses if "cum_log_probs" in response][-1] == -len(ids)
+    (count,) = [response["num_output_tokens"] for response in responses if "num_output_tokens" in response]
+    assert (count.tolist(), count.dtype) == ([[len(ids)]], np.int32)
+
+
 def test_an_accumulating_answer(modules, tokenizer):
     answer = modules["answer"].Answer(tokenizer, make_prompt(modules, tokenizer), row=0, accumulates=True)
     assert texts(answer.add(child(tokenizer.encode_word(b"x")))) == ["x"]
