@@ -219,6 +219,24 @@ def test_a_stop_string_ends_an_answer(server, client):
     assert wait_for(lambda: is_idle(server))
 
 
+@pytest.mark.parametrize("stream", [True, False])
+def test_an_answer_that_a_stop_string_ends_is_complete(server, client, stream):
+    """Whatever `tensorrt_llm` has made until it hears of that."""
+
+    def count():
+        time.sleep(1)  # metrics are told twice a second
+        metrics = read_metrics(server)
+        return [metrics["nv_trt_llm_request_events", event] for event in ("completed", "cancelled")]
+
+    options = {"max_tokens": 200, **QUIET}
+    whole = client.ask(Query(text="hello", options={**options, "max_tokens": 30}), timeout=60).text
+    completed, cancelled = count()
+    answer = client.ask(Query(text="hello", options=options, stop=[whole[12:14]], stream=stream, ids=True), timeout=60)
+    assert answer.num_output_tokens == len(answer.output_ids or ()) < 200
+    assert wait_for(lambda: is_idle(server))
+    assert count() == [completed + 1, cancelled]
+
+
 def test_the_ensemble_answers_too(url, client):
     whole = client.ask(Query(text="hello", options={"max_tokens": 12, **QUIET}), timeout=60).text
     ids = {"return_output_ids": True}

@@ -115,7 +115,7 @@ class TritonPythonModel:
             for arrays in conversation.ask(head, inputs):
                 call.send(answer.add(arrays), may_be_last=conversation.ended or answer.stopped)
                 if answer.stopped:
-                    conversation.stop()
+                    conversation.finish()
         except ChildError as error:
             call.fail(rename_fields(error.message), getattr(pb_utils.TritonError, error.code))
             return

@@ -76,6 +76,12 @@ class Reply:
             if handle is not None:
                 handle.cancel()
 
+    def finish(self) -> None:
+        """Whoever asked has all that was wanted: a stop string is in the text."""
+        for handle in self._handles:
+            if handle is not None:
+                handle.finish()
+
     def send(self) -> None:
         """Sends what has come since the last time. Called by one thread only."""
         with self._sending:
