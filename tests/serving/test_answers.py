@@ -279,11 +279,19 @@ def test_generate_over_http(server, client):
 # What is wrong or late
 
 
+def test_what_is_late_is_said_truly_where_nothing_was_sent(server):
+    asked = {"text_input": "hello", "max_tokens": 200, "end_id": -1, "timeout_ms": 30}
+    with pytest.raises(urllib.error.HTTPError) as caught:
+        post(server, "/v2/models/tensorrt_llm_bls/generate", json.dumps(asked).encode())
+    with caught.value as error:
+        assert json.loads(error.read())["error"].startswith("timeout_ms was over before the answer was complete (a str")
+
+
 def test_a_request_that_takes_too_long_is_told_so(url):
     responses, errors = raw(
         url, "tensorrt_llm", tokens_of([5], 240, streaming=[[True]]), parameters={"timeout_ms": "60"}
     )
-    assert errors == ["timeout_ms is over; the tokens until then were sent"]
+    assert errors == ["timeout_ms was over before the answer was complete (a stream has had the tokens until then)"]
     assert sum(response["output_ids"].shape[2] for response in responses) < 240
 
 
