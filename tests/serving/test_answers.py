@@ -352,6 +352,29 @@ def test_a_misspelt_input_is_refused(server, url, client, model):
     assert json.loads(post(server, f"/v2/models/{model}/generate", json.dumps(body).encode()))["id"] == "7"
 
 
+@pytest.mark.parametrize("others", [{}, {"end_id": -1}])
+@pytest.mark.parametrize("misspelt", ["max_tokens", "text_input"])
+def test_a_required_input_that_is_misspelt_is_refused(server, misspelt, others):
+    """By name, unless so few inputs are left that Triton, which counts them first, misses one."""
+    body = {"text_input": "hello", "max_tokens": 2, **others}
+    body[f"{misspelt}x"] = body.pop(misspelt)
+    with pytest.raises(urllib.error.HTTPError) as caught:
+        post(server, "/v2/models/ensemble/generate", json.dumps(body).encode())
+    with caught.value as error:
+        told = json.loads(error.read())["error"]
+    assert (f"{misspelt}x: is neither" if others else f"missing required input(s) ['{misspelt}']") in told
+
+
+def test_an_input_of_another_model_is_refused_with_that_models_name(server):
+    body = {"text_input": "hello", "max_tokens": 2, "messages": "[]"}
+    with pytest.raises(urllib.error.HTTPError) as caught:
+        post(server, "/v2/models/ensemble/generate", json.dumps(body).encode())
+    with caught.value as error:
+        told = json.loads(error.read())["error"]
+    assert told.startswith("messages: is no input of ensemble, but of tensorrt_llm_bls (")
+    assert "messages" not in told.partition("inputs: ")[2]
+
+
 def test_a_bad_row_of_a_batch_is_refused_with_it(url):
     tensors = {
         "input_ids": np.array([[5], [6]], np.int32),
