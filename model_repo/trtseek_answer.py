@@ -17,6 +17,7 @@ Arrays = dict[str, npt.NDArray[Any]]
 
 # Outputs that belong to tokens, and are put end to end: the axis of the tokens.
 PER_TOKEN = {"output_ids": 2, "output_log_probs": 2, "generation_logits": 2}
+LOG_PROBS, SUM, COUNT = "output_log_probs", "cum_log_probs", "num_output_tokens"
 
 
 class Sequence:
@@ -24,7 +25,8 @@ class Sequence:
 
     def __init__(self, tokenizer: Tokenizer, prompt: Prompt) -> None:
         self.detokenizer = Detokenizer(tokenizer, prompt.ids)
-        self.finder = StopFinder(prompt.stops)
+        self.finder, self.may_stop = StopFinder(prompt.stops), bool(prompt.stops)
+        self.count = 0  # of its tokens
         self.text = prompt.text if prompt.repeats else ""
         self.others: dict[str, list[npt.NDArray[Any]]] = {}
         self.unsaid = self.text
@@ -32,8 +34,16 @@ class Sequence:
 
     def add(self, arrays: Arrays, wanted: tuple[str, ...]) -> None:
         ids = arrays["output_ids"][..., : int(arrays["sequence_length"].reshape(-1)[0])]
-        self._say(self.finder.add(self.detokenizer.add(ids.reshape(-1).tolist())))
-        self.keep({**arrays, "output_ids": ids}, wanted)
+        tokens = ids.reshape(-1).tolist()
+        taken = 0
+        # What comes together may go on after a stop string, and that is nobody's.
+        for piece in [[token] for token in tokens] if self.may_stop else [tokens]:
+            self._say(self.finder.add(self.detokenizer.add(piece)))
+            taken += len(piece)
+            if self.finder.found:
+                break
+        self.count += taken
+        self.keep(_cut({**arrays, "output_ids": ids}, taken, len(tokens)), wanted)
 
     def keep(self, arrays: Arrays, wanted: tuple[str, ...]) -> None:
         for name in wanted:
@@ -52,6 +62,8 @@ class Sequence:
             name: np.concatenate(parts, PER_TOKEN[name]) if name in PER_TOKEN else parts[-1]
             for name, parts in self.others.items()
         }
+        if self.finder.found and COUNT in arrays:  # tensorrt_llm's own has what was made until it heard of the stop
+            arrays[COUNT] = np.full_like(arrays[COUNT], self.count)
         self.unsaid, self.others, self.answered = "", {}, True
         return text, arrays
 
@@ -85,7 +97,7 @@ class Answer:
         if not sequence.finder.found:
             sequence.add(arrays, wanted)
         else:  # tokens after a stop string are nobody's; what is told at the end is still told
-            sequence.keep(arrays, tuple(name for name in wanted if name not in PER_TOKEN))
+            sequence.keep(arrays, tuple(name for name in wanted if name not in PER_TOKEN and name != SUM))
         return [self._respond(index)] if self._prompt.streams and sequence.unsaid else []
 
     def finish(self) -> list[Arrays]:
@@ -105,3 +117,16 @@ class Answer:
             "sequence_index": np.array([[index]], np.int32),
             **arrays,
         }
+
+
+def _cut(arrays: Arrays, taken: int, tokens: int) -> Arrays:
+    """What belongs to the first `taken` of so many tokens."""
+    if taken == tokens:
+        return arrays
+    cut = dict(arrays)
+    if SUM in arrays and arrays.get(LOG_PROBS, np.empty(0)).size == tokens:
+        cut[SUM] = arrays[SUM] - arrays[LOG_PROBS].reshape(-1)[taken:].sum(dtype=arrays[SUM].dtype)
+    for name, axis in PER_TOKEN.items():
+        if name in arrays and arrays[name].ndim > axis and arrays[name].shape[axis] == tokens:
+            cut[name] = np.take(arrays[name], range(taken), axis)
+    return cut

@@ -10,7 +10,7 @@ import socket
 from collections.abc import Iterator
 from typing import Any
 
-from trtseek_wire import Arrays, Unpacker, is_sibling, name_socket, pack
+from trtseek_wire import ENOUGH, Arrays, Unpacker, is_sibling, name_socket, pack
 
 PIECE = 1 << 16
 
@@ -46,6 +46,12 @@ class Conversation:
                     f"{self.model} cannot be reached ({error}); a process that died is loaded again: ask again",
                     "UNAVAILABLE",
                 ) from None
+
+    def finish(self) -> None:
+        """As `stop`, of a request whose answer is complete: it is not one that was given up."""
+        with contextlib.suppress(OSError):
+            self._socket.sendall(pack({ENOUGH: True}))
+        self.stop()
 
     def stop(self) -> None:
         """Has the request end soon: the other side sees that nothing comes from here any more, and what it then still

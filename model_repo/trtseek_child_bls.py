@@ -66,6 +66,10 @@ class Conversation:
         """Has the request end soon."""
         self._stopped = True
 
+    def finish(self) -> None:
+        """As `stop`: TensorRT-LLM has no other way for a request whose answer is complete."""
+        self.stop()
+
     def _tell(self) -> None:
         """TensorRT-LLM's way to cancel: a request of the same name that says stop."""
         inputs: Arrays = {

@@ -18,6 +18,33 @@ KNOWN = ("cache_salt", "min_p", "priority_class", "queue_timeout_ms", RETURN_IDS
 # Triton's, which its clients add and it does not always take out; so do all that begin like the last.
 TRITONS = ("binary_data_output", "id", "priority", "sequence_end", "sequence_id", "sequence_start", "timeout")
 TRITONS_PREFIX = "triton_"
+# What one model takes and another does not, and whom to ask for it.
+TAKERS = {
+    "messages": "tensorrt_llm_bls",
+    **dict.fromkeys(("input_ids", "input_lengths"), "tensorrt_llm"),
+    **dict.fromkeys(("text_input", "embedding_bias_words", "embedding_bias_weights"), "tensorrt_llm_bls and ensemble"),
+}
+# Names that other servers have for an input, or another model here -> what it may be called.
+ALIASES = {
+    **dict.fromkeys(("max_new_tokens", "max_completion_tokens", "max_length"), ("max_tokens", "request_output_len")),
+    "max_tokens": ("request_output_len",),
+    "request_output_len": ("max_tokens",),
+    **dict.fromkeys(("stop", "stop_strings", "stop_sequences"), ("stop_words", "stop_words_list")),
+    "stop_words": ("stop_words_list",),
+    "stop_words_list": ("stop_words",),
+    "bad_words": ("bad_words_list",),
+    "bad_words_list": ("bad_words",),
+    "stream": ("streaming",),
+    "streaming": ("stream",),
+    "top_k": ("runtime_top_k",),
+    "runtime_top_k": ("top_k",),
+    "top_p": ("runtime_top_p",),
+    "runtime_top_p": ("top_p",),
+    **dict.fromkeys(("prompt", "text", "inputs"), ("text_input",)),
+    **dict.fromkeys(("n", "best_of"), ("num_return_sequences",)),
+    "logprobs": ("return_log_probs",),
+    "random_seed": ("seed",),
+}
 
 
 class ParameterError(ValueError):
@@ -39,10 +66,13 @@ def check_parameters(parameters: Mapping[str, Any], model: str, inputs: Collecti
         known = f"parameters: {', '.join(KNOWN)}"
         if not inputs:
             raise ParameterError(name, "is neither a parameter nor an input of the model that was asked", known)
-        near = difflib.get_close_matches(name, [*KNOWN, *inputs], n=1)
+        listed = f"{known}; inputs: {', '.join(sorted(inputs))}"
+        if name in TAKERS:
+            raise ParameterError(name, f"is no input of {model}, but of {TAKERS[name]}", listed)
+        near = [alias for alias in ALIASES.get(name, ()) if alias in inputs]
+        near = near or difflib.get_close_matches(name, [*KNOWN, *inputs], n=1)
         meant = f"did you mean {near[0]}? " if near else ""
-        problem = f"is neither a parameter nor an input of {model}"
-        raise ParameterError(name, problem, f"{meant}{known}; inputs: {', '.join(sorted(inputs))}")
+        raise ParameterError(name, f"is neither a parameter nor an input of {model}", f"{meant}{listed}")
 
 
 def check_inner_parameters(said: str | None, model: str) -> None:

@@ -10,7 +10,7 @@ import atexit
 import json
 import os
 import sys
-from collections.abc import Mapping, Sequence
+from collections.abc import Collection, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -206,6 +206,12 @@ def read_parameters(args: dict[str, str]) -> dict[str, str]:
     """A model's own parameters from what Triton hands to `initialize`."""
     parameters = json.loads(args["model_config"]).get("parameters", {})
     return {key: value["string_value"] for key, value in parameters.items()}
+
+
+def list_inputs(args: dict[str, str], served: Collection[str]) -> list[str]:
+    """Those of a model that are served: several models have the same code, and not the same tensors."""
+    declared = {tensor["name"] for tensor in json.loads(args["model_config"])["input"]}
+    return [name for name in served if name in declared]
 
 
 def resolve_path(args: dict[str, str], path: str) -> Path:

@@ -30,6 +30,7 @@ Message = tuple[dict[str, Any], Arrays]
 _LENGTHS = struct.Struct("<II")  # of the head, of the arrays
 MAX_BYTES = 1 << 30
 KINDS = "biuf"  # of arrays: plain numbers
+ENOUGH = "enough"  # in the head of what follows a request: its answer is complete
 
 
 def name_socket(model: str) -> bytes:

@@ -18,6 +18,7 @@ if TYPE_CHECKING:
     from pipeline.triton.query import Query
 
 DEFAULT_URL = "localhost:8001"
+EXAMPLE = '{"prompt": "def f(", "max_tokens": 8, "parameters": {"priority_class": "P0"}}'
 
 
 @click.command(name="query")
@@ -116,15 +117,16 @@ def _ask_one(query: Query, url: str, timeout: float | None, as_json: bool) -> No
 
 def _ask_many(queries: Sequence[Query], url: str, concurrency: int, timeout: float | None, as_json: bool) -> None:
     """Prints each answer once it and all before it are there; as JSON, one object a line."""
+    from pipeline.runtime.errors import ServingError
     from pipeline.triton.client import ask_all
     from pipeline.triton.errors import ServerError
 
-    failed = None
+    failures = 0
     for number, answer in enumerate(ask_all(queries, url=url, concurrency=concurrency, timeout=timeout)):
         if isinstance(answer, ServerError):
             raise answer  # nobody is there, or it hangs: the others would say the same
         if isinstance(answer, Exception):
-            failed = failed or answer
+            failures += 1
             document: Mapping[str, Any] = {"index": number, "error": str(answer)}
         else:
             document = {"index": number, **_to_json(answer)}
@@ -132,8 +134,10 @@ def _ask_many(queries: Sequence[Query], url: str, concurrency: int, timeout: flo
             click.echo(json.dumps(document, ensure_ascii=False))
         else:
             click.echo(f"[{number}] {document.get('text') or document.get('output_ids') or document.get('error', '')}")
-    if failed is not None:
-        raise failed
+    if failures:
+        raise ServingError(
+            f"{failures} of {len(queries)} queries failed", hint="in the place of its answer each says why"
+        )
 
 
 def _to_json(answer: Answer) -> dict[str, Any]:
@@ -166,6 +170,8 @@ def _read_file(path: Path, ask_for: Any, common: Mapping[str, Any]) -> list[Quer
                 queries.append(Query(**{**common, **fields}))
             except (ServingError, ValueError) as error:
                 problem = error.message if isinstance(error, ServingError) else str(error)
+                if isinstance(error, ServingError) and error.hint:
+                    problem += f" ({error.hint})"
                 raise click.UsageError(f"{path}:{number}: {problem}") from None
     if not queries:
         raise click.BadParameter(f"{path} holds no prompts", param_hint="--file")
@@ -176,10 +182,15 @@ def _read_object(line: str, ask_for: Any, common: Mapping[str, Any]) -> dict[str
     """Fields of Query. An object holds `prompt`, `messages` or `input_ids`, and may hold options. Raises ValueError."""
     try:
         entry = json.loads(line)
+    except json.JSONDecodeError as error:
+        raise ValueError(
+            f"{error.msg} at column {error.colno}: a line of a .jsonl is a JSON object, such as {EXAMPLE}; "
+            "one prompt a line, as plain text, is what a file of another name holds"
+        ) from None
     except RecursionError:
         raise ValueError("is nested too deeply") from None
     if not isinstance(entry, dict):
-        raise ValueError("is not a JSON object")
+        raise ValueError(f"is not a JSON object, such as {EXAMPLE}")
     fields = {name: entry.pop(name) for name in ("messages", "input_ids", "stop", "parameters") if name in entry}
     text = entry.pop("prompt", entry.pop("text", None))
     if text is None and not fields.keys() & {"messages", "input_ids"}:

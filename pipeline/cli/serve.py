@@ -108,7 +108,7 @@ def _find(config_file: str, overrides: Sequence[str], rehearse: bool) -> tuple[P
     if (folder / REPOSITORY).is_dir():
         if rehearse:
             raise click.UsageError("--rehearse needs the config, which has the checkpoint: a package has not")
-        return folder, Path("serve.log").resolve(), None
+        return folder, folder.resolve().parent / "serve.log", None
     from pipeline.cli.source import check_source
     from pipeline.progress import make_reporter
     from pipeline.stages.executor import Executor

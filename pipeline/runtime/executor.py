@@ -86,7 +86,7 @@ class Executor:
             seed=secrets.randbelow(MAX_SEED) if seed is None else seed,
             timing=Timing(arrival=arrival),
         )
-        handle = Handle(request, result, cancel=self._cancel, on_update=on_update)
+        handle = Handle(request, result, end=self._end, on_update=on_update)
         sequence = Running(request, order=order, arrival=arrival, seed=result.seed, handle=handle)
         self.batcher.scheduler.check_size(sequence)
         if self.settings.reuse_blocks:
@@ -181,9 +181,9 @@ class Executor:
         while (self._inbox or self.batcher.answers.live) and (end is None or self._clock() < end):
             self.step()
 
-    def _cancel(self, handle: Handle) -> None:
+    def _end(self, handle: Handle, reason: FinishReason) -> None:
         with self._lock:
-            self._inbox.append(lambda: self.batcher.answers.end(handle, FinishReason.CANCELLED))
+            self._inbox.append(lambda: self.batcher.answers.end(handle, reason))
             self._lock.notify()
 
     def _ask(self, work: Callable[[], int]) -> int:

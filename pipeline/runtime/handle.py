@@ -95,19 +95,28 @@ class Handle:
     cases. All methods may be called from any thread."""
 
     def __init__(
-        self, request: Request, result: Result, *, cancel: Callable[[Handle], None], on_update: Callback | None = None
+        self,
+        request: Request,
+        result: Result,
+        *,
+        end: Callable[[Handle, FinishReason], None],
+        on_update: Callback | None = None,
     ) -> None:
         self.request, self.request_id, self.on_update = request, result.request_id, on_update
         self.partial = result  # the executor fills it while the request runs
         self.stop_words = [list(word) for word in request.stop_words]
         self.error: TrtseekError | None = None
-        self._cancel = cancel
+        self._end = end
         self._updates: queue.SimpleQueue[Update] = queue.SimpleQueue()
         self._done = threading.Event()
 
     def cancel(self) -> None:
         """Ends the request within a step; its sequences finish with CANCELLED. Without effect once it is done."""
-        self._cancel(self)
+        self._end(self, FinishReason.CANCELLED)
+
+    def finish(self) -> None:
+        """As `cancel`, of a request that has said what was wanted: a stop word was found, by whoever looks for it."""
+        self._end(self, FinishReason.STOP_WORDS)
 
     @property
     def done(self) -> bool:

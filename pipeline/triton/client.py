@@ -148,7 +148,8 @@ def _explain(error: Any, url: str) -> Exception:
             f"no server answers at {url}: {message.rpartition(': ')[2].rstrip(']')}",
             hint="start one with `trtseek serve CONFIG`, or give its gRPC address as --url HOST:PORT",
         )
-    return ServingError(message)
+    too_large = "RESOURCE_EXHAUSTED" in status and "larger than max" in message  # gRPC's own words
+    return ServingError(message, hint="serve --max-request-mb says how large a request may be" if too_large else "")
 
 
 def ask_all(

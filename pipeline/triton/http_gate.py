@@ -6,6 +6,7 @@ they come, and a client that goes away is gone for Triton too.
 
 from __future__ import annotations
 
+import contextlib
 import json
 import logging
 import math
@@ -80,7 +81,7 @@ class HttpGate(Gate):
         try:
             body = await request.read()
         except web.HTTPRequestEntityTooLarge:
-            return _refuse(413, f"a request may have {self.max_bytes} bytes")
+            return _refuse(413, f"a request may have {self.max_bytes} bytes (serve --max-request-mb)")
         except web.RequestPayloadError as error:
             return _refuse(400, f"the request cannot be read: {error}")
         if problem := find_problem(request.path, request.headers, body, self.max_bytes):
@@ -118,10 +119,12 @@ class HttpGate(Gate):
                 return _refuse(status, reason)
             if response.content_type == EVENTS:
                 # It ends as Triton ends that of a model that fails; what has come of an event, first.
-                await response.write(f"\n\ndata: {json.dumps({'error': reason})}\n\n".encode())
+                with contextlib.suppress(ConnectionError):  # the client may be what was lost, and is told nothing
+                    await response.write(f"\n\ndata: {json.dumps({'error': reason})}\n\n".encode())
             elif request.transport is not None:
                 request.transport.abort()
-        await response.write_eof()
+        with contextlib.suppress(ConnectionError):
+            await response.write_eof()
         return response
 
 

@@ -33,6 +33,7 @@ NUMPY = {"INT32": "int32", "UINT64": "uint64", "FP32": "float32", "BOOL": "bool"
 LARGEST_FP32 = 3.4e38
 # Parameters of Triton's protocol that are not a request's to say, as tritonclient has it, and how the others begin.
 RESERVED = ("sequence_id", "sequence_start", "sequence_end", "priority", "binary_data_output", "triton_")
+PARAMETERS = 'what is no tensor stands apart: "parameters": {"priority_class": "P0", "timeout_ms": 500}'
 # Type of a tensor -> what a value of it is, and the values it holds.
 VALUES: dict[str, tuple[str, Callable[[Any], bool]]] = {
     "INT32": ("a whole number of 32 bits", lambda value: type(value) is int and -(2**31) <= value < 2**31),
@@ -64,7 +65,9 @@ class Query:
         if sum(given is not None for given in (self.text, self.messages, self.input_ids)) != 1:
             raise ServingError("a query has one of text, messages and input_ids")
         if unknown := self.options.keys() - OPTIONS:
-            raise ServingError(f"unknown options {', '.join(sorted(unknown))}", hint=f"known: {', '.join(OPTIONS)}")
+            raise ServingError(
+                f"unknown options {', '.join(sorted(unknown))}", hint=f"known: {', '.join(OPTIONS)}; {PARAMETERS}"
+            )
         for problem in self._find_wrong_types():
             raise ServingError(problem)
         if self.stop and self.input_ids is not None:

@@ -12,6 +12,7 @@ from click.testing import CliRunner
 from pipeline.cli.query import command
 from pipeline.cli.serve import command as serve
 from pipeline.runtime.errors import ServingError
+from pipeline.triton.client import Answer
 from pipeline.triton.errors import ServerError
 
 
@@ -22,11 +23,12 @@ def run(*arguments: str) -> Any:
 @pytest.mark.parametrize(
     ("line", "problem"),
     [
-        ("not json", "Expecting value"),
+        ("not json", "Expecting value at column 1: a line of a .jsonl is a JSON object, such as {"),
         ("[1]", "is not a JSON object"),
         ('{"promt": "x", "stop": []}', "one of prompt, messages and input_ids; its keys: promt, stop"),
         ("{}", "its keys: none"),
-        ('{"prompt": "a", "bad": 1}', "unknown options bad"),
+        ('{"prompt": "a", "bad": 1}', "unknown options bad (known: max_tokens, temperature, "),
+        ('{"prompt": "a", "priority": "P0"}', 'what is no tensor stands apart: "parameters": {"priority_class": "P0"'),
         ('{"prompt": 5}', "the text is 5"),
         ('{"prompt": "a", "max_tokens": "three"}', "max_tokens is 'three'"),
         ('{"prompt": "a", "stop": "x"}', "stop is 'x'"),
@@ -73,6 +75,20 @@ def test_an_absent_server_is_told_once(tmp_path: Path) -> None:
     assert isinstance(result.exception, ServerError)
     assert result.output == ""
     assert isinstance(run("x").exception, ServerError)
+
+
+@pytest.mark.parametrize("how", [[], ["--json"]])
+def test_a_refusal_is_printed_once(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, how: list[str]) -> None:
+    """Where the answer would be: it may be long, and another one is as long."""
+    refusal = ServingError("temprature: is neither a parameter nor an input", hint="did you mean temperature?")
+    monkeypatch.setattr(
+        "pipeline.triton.client.ask_all", lambda queries, **_: iter([refusal, Answer(text="good"), refusal])
+    )
+    (tmp_path / "prompts.txt").write_text("one\ntwo\nthree\n")
+    result = run("--file", str(tmp_path / "prompts.txt"), *how)
+    assert result.output.count("did you mean temperature?") == 2 and "good" in result.output
+    assert isinstance(result.exception, ServingError) and str(result.exception).startswith("2 of 3 queries failed")
+    assert "temprature" not in str(result.exception)
 
 
 @pytest.mark.parametrize(

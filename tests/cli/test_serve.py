@@ -7,6 +7,7 @@ import os
 import signal
 import sys
 from collections.abc import Iterator
+from pathlib import Path
 from types import SimpleNamespace
 
 import pytest
@@ -76,3 +77,13 @@ def test_asked_twice_it_says_which_signal_cut_it_short(
         serve._run(supervisor)  # type: ignore[arg-type]
     assert (caught.value.code, supervisor.closed) == (code, True)
     assert capsys.readouterr().err == "asked again: requests in flight are ended\n"
+
+
+def test_the_log_of_a_package_is_beside_it(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Wherever `serve` is started, and by whatever path it is named."""
+    package = tmp_path / "run/package"
+    (package / "model_repository").mkdir(parents=True)
+    (tmp_path / "link").symlink_to(package)
+    for here, named in ((tmp_path, "run/package"), (package, "."), (tmp_path, "link")):
+        monkeypatch.chdir(here)
+        assert serve._find(named, (), False)[1] == tmp_path / "run/serve.log"

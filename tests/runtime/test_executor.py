@@ -377,6 +377,20 @@ def test_a_cancel_while_a_step_is_computed_waits_for_no_other() -> None:
     assert company.result(0).outputs[0].tokens == answer_slowly(company.request)[0]
 
 
+def test_a_request_that_has_said_what_was_wanted_is_completed() -> None:
+    """And not cancelled, though its connection is closed right after."""
+    executor = make()
+    handle = executor.submit(ask(max_tokens=60, num_return_sequences=2))
+    for _ in range(3):
+        executor.step()
+    handle.finish()
+    handle.cancel()
+    drain(executor)
+    assert [output.finish_reason for output in handle.result(0).outputs] == [FinishReason.STOP_WORDS] * 2
+    counted = executor.statistics.read()
+    assert (counted["completed_total"], counted["cancelled_total"]) == (1, 0)
+
+
 def test_a_request_can_cancel_itself_from_its_callback() -> None:
     executor = make()
     handle = executor.submit(ask(streaming=True), lambda update: handle.cancel())

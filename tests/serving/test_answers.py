@@ -219,6 +219,24 @@ def test_a_stop_string_ends_an_answer(server, client):
     assert wait_for(lambda: is_idle(server))
 
 
+@pytest.mark.parametrize("stream", [True, False])
+def test_an_answer_that_a_stop_string_ends_is_complete(server, client, stream):
+    """Whatever `tensorrt_llm` has made until it hears of that."""
+
+    def count():
+        time.sleep(1)  # metrics are told twice a second
+        metrics = read_metrics(server)
+        return [metrics["nv_trt_llm_request_events", event] for event in ("completed", "cancelled")]
+
+    options = {"max_tokens": 200, **QUIET}
+    whole = client.ask(Query(text="hello", options={**options, "max_tokens": 30}), timeout=60).text
+    completed, cancelled = count()
+    answer = client.ask(Query(text="hello", options=options, stop=[whole[12:14]], stream=stream, ids=True), timeout=60)
+    assert answer.num_output_tokens == len(answer.output_ids or ()) < 200
+    assert wait_for(lambda: is_idle(server))
+    assert count() == [completed + 1, cancelled]
+
+
 def test_the_ensemble_answers_too(url, client):
     whole = client.ask(Query(text="hello", options={"max_tokens": 12, **QUIET}), timeout=60).text
     ids = {"return_output_ids": True}
@@ -261,11 +279,19 @@ def test_generate_over_http(server, client):
 # What is wrong or late
 
 
+def test_what_is_late_is_said_truly_where_nothing_was_sent(server):
+    asked = {"text_input": "hello", "max_tokens": 200, "end_id": -1, "timeout_ms": 30}
+    with pytest.raises(urllib.error.HTTPError) as caught:
+        post(server, "/v2/models/tensorrt_llm_bls/generate", json.dumps(asked).encode())
+    with caught.value as error:
+        assert json.loads(error.read())["error"].startswith("timeout_ms was over before the answer was complete (a str")
+
+
 def test_a_request_that_takes_too_long_is_told_so(url):
     responses, errors = raw(
         url, "tensorrt_llm", tokens_of([5], 240, streaming=[[True]]), parameters={"timeout_ms": "60"}
     )
-    assert errors == ["timeout_ms is over; the tokens until then were sent"]
+    assert errors == ["timeout_ms was over before the answer was complete (a stream has had the tokens until then)"]
     assert sum(response["output_ids"].shape[2] for response in responses) < 240
 
 
@@ -324,6 +350,29 @@ def test_a_misspelt_input_is_refused(server, url, client, model):
     body = {**body, "id": "7", "priority": 0, "timeout": 10**7, "sequence_id": 0, "parameters": {"min_p": "0.1"}}
     del body["temprature"]
     assert json.loads(post(server, f"/v2/models/{model}/generate", json.dumps(body).encode()))["id"] == "7"
+
+
+@pytest.mark.parametrize("others", [{}, {"end_id": -1}])
+@pytest.mark.parametrize("misspelt", ["max_tokens", "text_input"])
+def test_a_required_input_that_is_misspelt_is_refused(server, misspelt, others):
+    """By name, unless so few inputs are left that Triton, which counts them first, misses one."""
+    body = {"text_input": "hello", "max_tokens": 2, **others}
+    body[f"{misspelt}x"] = body.pop(misspelt)
+    with pytest.raises(urllib.error.HTTPError) as caught:
+        post(server, "/v2/models/ensemble/generate", json.dumps(body).encode())
+    with caught.value as error:
+        told = json.loads(error.read())["error"]
+    assert (f"{misspelt}x: is neither" if others else f"missing required input(s) ['{misspelt}']") in told
+
+
+def test_an_input_of_another_model_is_refused_with_that_models_name(server):
+    body = {"text_input": "hello", "max_tokens": 2, "messages": "[]"}
+    with pytest.raises(urllib.error.HTTPError) as caught:
+        post(server, "/v2/models/ensemble/generate", json.dumps(body).encode())
+    with caught.value as error:
+        told = json.loads(error.read())["error"]
+    assert told.startswith("messages: is no input of ensemble, but of tensorrt_llm_bls (")
+    assert "messages" not in told.partition("inputs: ")[2]
 
 
 def test_a_bad_row_of_a_batch_is_refused_with_it(url):

@@ -16,8 +16,11 @@ import pytest
 from tritonclient.grpc import InferenceServerClient, InferInput, service_pb2, service_pb2_grpc
 from tritonclient.utils import InferenceServerException
 
+from pipeline.runtime.errors import ServingError
+from pipeline.triton.client import Client
 from pipeline.triton.errors import ServerError
 from pipeline.triton.grpc_gate import HEALTH, GrpcGate
+from pipeline.triton.query import Query
 
 ROOT = Path(__file__).parents[2]
 LIMIT = 100_000
@@ -187,6 +190,13 @@ def test_large_messages_are_refused(client, nbytes, compression):
     assert code == "RESOURCE_EXHAUSTED"
     assert "essage larger than max" in message
     assert infer(client) < 100  # the connection is as good as before
+
+
+def test_who_asks_by_our_client_is_told_what_bounds_a_request(gate):
+    """gRPC's own words are all that others get: the message is never taken."""
+    with Client(f"127.0.0.1:{gate.port}") as ours, pytest.raises(ServingError) as caught:
+        ours.ask(Query(text="x" * 2 * LIMIT, options={"max_tokens": 1}), timeout=10)
+    assert "essage larger than max" in caught.value.message and "serve --max-request-mb" in caught.value.hint
 
 
 def test_a_large_message_ends_its_stream_and_no_other(gate, client):

@@ -11,6 +11,7 @@ import threading
 import time
 import zlib
 
+import aiohttp.web
 import pytest
 
 from pipeline.triton.errors import ServerError
@@ -146,7 +147,7 @@ def test_large_requests_are_refused(gate):
     assert send(gate, "POST", "/v2/models/m/generate", b"x" * LIMIT)[0] == 200
     status, body, _ = send(gate, "POST", "/v2/models/m/generate", b"x" * (LIMIT + 1))
     assert status == 413
-    assert str(LIMIT) in json.loads(body)["error"]
+    assert f"{LIMIT} bytes (serve --max-request-mb)" in json.loads(body)["error"]
 
 
 @pytest.mark.parametrize(
@@ -175,6 +176,30 @@ def test_a_stream_comes_as_it_is_made_and_ends_with_its_client(gate):
     connection.close()
     assert Upstream.gone.wait(10)
     wait_for(lambda: gate.in_flight == 0)
+
+
+@pytest.mark.parametrize("pieces", [0, 1, 3])
+def test_nothing_is_said_of_a_client_that_goes_away_while_it_is_written_to(gate, caplog, monkeypatch, pieces):
+    """Its connection is closing, and the gate has not been told of it yet."""
+    write, sent = aiohttp.web.StreamResponse.write, []
+
+    async def write_to_nobody(response, data):
+        sent.append(data)
+        if len(sent) > pieces:
+            response._req.transport.abort()
+        await write(response, data)
+
+    monkeypatch.setattr(aiohttp.web.StreamResponse, "write", write_to_nobody)
+    Upstream.gone.clear()
+    with pytest.raises((http.client.HTTPException, ConnectionError)):
+        send(gate, "POST", "/v2/models/m/generate_stream", b"{}")
+    assert Upstream.gone.wait(10)
+    wait_for(lambda: gate.in_flight == 0)
+    with pytest.raises((http.client.HTTPException, ConnectionError)):  # all of it in one piece
+        send(gate, "POST", "/v2/models/m/generate", b"x")
+    monkeypatch.undo()
+    assert send(gate, "POST", "/v2/models/m/generate", b"x")[0] == 200
+    assert caplog.records == []
 
 
 def test_what_a_failed_model_owes_is_ended_and_nothing_else(gate):

@@ -13,6 +13,8 @@ from tokenizers import Tokenizer as BareTokenizer
 from transformers import AutoTokenizer
 
 from pipeline.triton import MODEL_REPO
+from pipeline.triton.backend.requests import SERVED
+from pipeline.triton.model_config import parse_config
 
 TEXTS = st.text(st.sampled_from("ab  é你😀\n.") | st.characters(exclude_categories=["Cs"]), max_size=40)
 
@@ -264,11 +266,36 @@ def test_a_parameter_that_nobody_knows_is_refused(modules):
         ("timout_ms", r"timout_ms: .*did you mean timeout_ms\?"),
         ("zzz", r"zzz: .* \(parameters: cache_salt, .*; inputs: bad_words, .*text_input, top_k, top_p\)"),
         ("max_tokens", r"max_tokens: is an input of m, and came as a parameter"),
+        ("input_ids", r"input_ids: is no input of m, but of tensorrt_llm \(parameters: .*; inputs: "),
+        ("stop", r"stop: .*did you mean stop_words\?"),
+        ("stop_words_list", r"stop_words_list: .*did you mean stop_words\?"),
+        ("max_new_tokens", r"max_new_tokens: .*did you mean max_tokens\?"),
+        ("n", r"n: .*did you mean num_return_sequences\?"),
     ):
         with pytest.raises(modules["parameters"].ParameterError, match=message):
             check({"min_p": 0.1, name: 1}, "m", served)
     with pytest.raises(modules["parameters"].ParameterError, match="nor an input of the model that was asked"):
         check({"temprature": 1}, "preprocessing", ())
+
+
+@pytest.mark.parametrize("model", ["ensemble", "tensorrt_llm_bls", "tensorrt_llm"])
+def test_what_is_said_of_inputs_is_true_of_the_model(modules, model):
+    config = parse_config((MODEL_REPO / model / "config.pbtxt").read_text(), model)
+    declared = {tensor.name for tensor in config.input}
+    args = {"model_config": json.dumps({"input": [{"name": name} for name in declared]})}
+    served = SERVED if model == "tensorrt_llm" else modules["text"].list_inputs(args, modules["chat"].SERVED)
+    assert set(served) <= declared
+    assert set(modules["chat"].SERVED) - set(served) == {"messages"} or model != "ensemble"
+    parameters = modules["parameters"]
+    for name, takers in parameters.TAKERS.items():
+        assert (name in declared) == (model in takers.split(" and "))
+        problem = f"is an input of {model}, and" if name in declared else f"is no input of {model}, but of {takers} "
+        with pytest.raises(parameters.ParameterError, match=problem):
+            parameters.check_parameters({name: "[]"}, model, served)
+    for name, meant in parameters.ALIASES.items():
+        if name not in served and (there := [alias for alias in meant if alias in served]):
+            with pytest.raises(parameters.ParameterError, match=rf"did you mean {there[0]}\?"):
+                parameters.check_parameters({name: "x"}, model, served)
 
 
 def test_errors_name_the_text_requests_tensors(modules):
@@ -322,6 +349,31 @@ def test_the_ids_of_an_answer_are_those_of_its_tokens(modules, tokenizer, stream
     assert "".join(texts(responses)) == "é! "
     said = np.concatenate([response["output_ids"] for response in responses], 2)
     assert said.dtype == np.int32 and said.tolist() == [[ids]]  # after the stop string, none
+
+
+@pytest.mark.parametrize("together", [1, 3, 99])
+@pytest.mark.parametrize("streams", [True, False])
+def test_what_is_counted_of_an_answer_is_what_is_returned(modules, tokenizer, streams, together):
+    """Not what tensorrt_llm made until it heard of the stop string, in the same response or in one after it."""
+    ids = tokenizer.encode_word(b"an end")
+    made = [*ids, 5, 6, 7]
+    wanted = ("output_ids", "output_log_probs", "cum_log_probs", "num_output_tokens")
+    prompt = make_prompt(modules, tokenizer, wanted=wanted, streams=streams, stops=("end",))
+    answer = modules["answer"].Answer(tokenizer, prompt, row=0, accumulates=False)
+    responses = []
+    for start in range(0, len(made), together):
+        piece = made[start : start + together]
+        others = {"output_log_probs": [[[-1] * len(piece)]], "cum_log_probs": [[-(start + len(piece))]]}
+        responses += answer.add(child(piece, **others))
+    responses += answer.add({**child([]), "num_output_tokens": np.array([[len(made)]], np.int32)})
+    responses += answer.finish()
+    assert "".join(texts(responses)) == "an "
+    for name in ("output_ids", "output_log_probs"):
+        said = [response[name] for response in responses if name in response]
+        assert np.concatenate(said, 2).shape == (1, 1, len(ids)), name
+    assert [response["cum_log_probs"] for response in responses if "cum_log_probs" in response][-1] == -len(ids)
+    (count,) = [response["num_output_tokens"] for response in responses if "num_output_tokens" in response]
+    assert (count.tolist(), count.dtype) == ([[len(ids)]], np.int32)
 
 
 def test_an_accumulating_answer(modules, tokenizer):

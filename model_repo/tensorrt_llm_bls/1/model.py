@@ -25,6 +25,7 @@ from trtseek_text import (
     Tokenizer,
     is_draining,
     lighten_stub,
+    list_inputs,
     poll_seconds,
     read_flag,
     read_parameters,
@@ -46,6 +47,7 @@ class TritonPythonModel:
             add_special_tokens=read_flag(parameters, "add_special_tokens"),
             skip_special_tokens=read_flag(parameters, "skip_special_tokens"),
         )
+        self.inputs = list_inputs(args, SERVED)
         self.name, self.child = args["model_name"], parameters["tensorrt_llm_model_name"]
         self.accumulates = read_flag(parameters, "accumulate_tokens")
         self.max_bytes = int(parameters["max_prompt_bytes"])
@@ -81,7 +83,7 @@ class TritonPythonModel:
         """Answers one request, whatever happens: a request without an answer makes its client wait for ever."""
         prompts: list[Prompt] = []
         with answering(call):
-            check_parameters(call.parameters, self.name, SERVED)
+            check_parameters(call.parameters, self.name, self.inputs)
             prompts = read_prompts(self.tokenizer, call.inputs, max_bytes=self.max_bytes, parameters=call.parameters)
             call.rows = set(range(len(prompts)))
         threads = [
@@ -117,7 +119,7 @@ class TritonPythonModel:
             for arrays in conversation.ask(head, inputs):
                 call.send(answer.add(arrays), row, may_be_last=conversation.ended or answer.stopped)
                 if answer.stopped:
-                    conversation.stop()
+                    conversation.finish()
         except ChildError as error:
             call.fail(rename_fields(error.message), getattr(pb_utils.TritonError, error.code), row)
             return

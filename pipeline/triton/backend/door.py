@@ -13,7 +13,7 @@ import time
 from collections.abc import Callable
 from typing import TYPE_CHECKING, Any
 
-from model_repo.trtseek_wire import Arrays, Unpacker, is_sibling, name_socket, pack
+from model_repo.trtseek_wire import ENOUGH, Arrays, Unpacker, is_sibling, name_socket, pack
 from pipeline.errors import PackageError, TrtseekError
 from pipeline.triton.backend.senders import describe_error
 
@@ -111,7 +111,10 @@ class Door:
         try:
             piece = connection.recv(PIECE)
             for head, arrays in caller.unpacker.feed(piece):
-                caller.reply = self._accept(head, arrays, caller.sender)
+                if ENOUGH not in head:
+                    caller.reply = self._accept(head, arrays, caller.sender)
+                elif caller.reply is not None:
+                    caller.reply.finish()
         except (OSError, ValueError, KeyError, TypeError):
             piece = b""
         if not piece:

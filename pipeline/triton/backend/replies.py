@@ -23,8 +23,12 @@ if TYPE_CHECKING:
     from pipeline.triton.backend.senders import Sender
 
 
+LATE = "timeout_ms was over before the answer was complete"
+
+
 class TimeoutReachedError(ServingError):
-    """The request's own time was over; the tokens until then were sent."""
+    """The request's own time was over. The tokens until then were sent, but of HTTP's `generate` Triton then tells the
+    error only."""
 
 
 class Reply:
@@ -76,6 +80,12 @@ class Reply:
             if handle is not None:
                 handle.cancel()
 
+    def finish(self) -> None:
+        """Whoever asked has all that was wanted: a stop string is in the text."""
+        for handle in self._handles:
+            if handle is not None:
+                handle.finish()
+
     def send(self) -> None:
         """Sends what has come since the last time. Called by one thread only."""
         with self._sending:
@@ -94,7 +104,7 @@ class Reply:
             arrays = build_arrays(handle, pending, row=row, sequence=sequence, wanted=self.wanted)
             late = pending.finished and handle.partial.outputs[sequence].finish_reason is FinishReason.TIMED_OUT
             if late:
-                errors.append((row, TimeoutReachedError("timeout_ms is over; the tokens until then were sent")))
+                errors.append((row, TimeoutReachedError(LATE, hint="a stream has had the tokens until then")))
             is_last = ended and not errors and pending is taken[-1][1]
             self.sender.send(arrays, final=is_last)
             self.done = is_last

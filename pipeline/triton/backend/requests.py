@@ -6,6 +6,7 @@ refused by name where it holds anything, so that nobody believes it was used.
 
 from __future__ import annotations
 
+import math
 from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Any
@@ -89,6 +90,7 @@ REFUSED = {
     "context_phase_params": "disaggregated serving",
     **dict.fromkeys(("guided_decoding_guide_type", "guided_decoding_guide"), "guided decoding"),
 }
+LONGEST_MS = 1e12
 # Field of the executor's errors -> the tensor that a client knows it by.
 TENSOR_OF = {
     **{field: tensor for tensor, (field, _) in (*REQUEST_FIELDS.items(), *SAMPLING_FIELDS.items())},
@@ -218,26 +220,35 @@ def _read_parameters(parameters: Mapping[str, Any], timeout_us: int) -> dict[str
     """Fields of Request from what the protocol carries beside tensors."""
     values: dict[str, Any] = {}
     if "priority_class" in parameters:
-        name = str(parameters["priority_class"])
+        name = str(given := parameters["priority_class"])
         by_name = {spelling: priority for priority in Priority for spelling in (priority.name, str(int(priority)))}
         if name not in by_name:
-            raise RequestError("priority_class", f"is {name!r}", hint="P0, P1 or P2; P0 comes first")
+            raise RequestError("priority_class", f"is {given!r}", hint="P0, P1 or P2, or 0, 1 or 2; P0 comes first")
         values["priority"] = by_name[name]
-    for parameter, field, scale in (
-        ("timeout_ms", "timeout", 1e-3),
-        ("queue_timeout_ms", "queue_timeout", 1e-3),
-        ("min_p", "min_p", 1.0),
+    for parameter, field, scale, unit in (
+        ("timeout_ms", "timeout", 1e-3, "a number of milliseconds, from 0"),
+        ("queue_timeout_ms", "queue_timeout", 1e-3, "a number of milliseconds, from 0"),
+        ("min_p", "min_p", 1.0, "a number"),
     ):
         if parameter in parameters:
-            try:
-                values[field] = float(parameters[parameter]) * scale
-            except (TypeError, ValueError):
-                raise RequestError(parameter, f"is {parameters[parameter]!r}", hint="give a number") from None
+            values[field] = _read_number(parameter, parameters[parameter], unit) * scale
     if timeout_us:
         values.setdefault("queue_timeout", timeout_us * 1e-6)
     if "cache_salt" in parameters:
         values["cache_salt"] = str(parameters["cache_salt"])
     return values
+
+
+def _read_number(name: str, value: Any, meaning: str) -> float:
+    """A parameter's, which text may hold too. Seconds are no client's: what is wrong with its milliseconds is said of
+    them."""
+    try:
+        number = math.nan if isinstance(value, bool) else float(value)
+    except (TypeError, ValueError):
+        number = math.nan
+    if not math.isfinite(number) or not 0 <= number <= LONGEST_MS:
+        raise RequestError(name, f"is {value!r}", hint=f"give {meaning}")
+    return number
 
 
 def _require(tensors: Tensors, name: str) -> npt.NDArray[Any]:

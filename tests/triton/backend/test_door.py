@@ -44,9 +44,14 @@ class Reply:
 
     def __init__(self) -> None:
         self.cancelled = threading.Event()
+        self.told: list[str] = []
 
     def cancel(self) -> None:
+        self.told.append("cancel")
         self.cancelled.set()
+
+    def finish(self) -> None:
+        self.told.append("finish")
 
 
 class House:
@@ -139,6 +144,25 @@ def test_who_stops_is_still_told_the_end(child: Any) -> None:
         conversation.stop()
         conversation.stop()  # twice does no harm
         assert values(asked) == [2]
+
+
+def test_who_has_all_that_was_wanted_says_so(child: Any) -> None:
+    """Before the connection is closed, which would otherwise count as a request that was given up."""
+
+    def answer(sender: DoorSender, reply: Reply, arrays: Any) -> None:
+        sender.send(one(1), final=False)
+        reply.cancelled.wait()
+        sender.send(one(2), final=True)
+
+    for leave, told in (("finish", ["finish", "cancel"]), ("stop", ["cancel"])):
+        with House(answer) as house:
+            conversation = child.Conversation(house.model)
+            asked = conversation.ask({}, {})
+            assert next(asked)["x"].item() == 1
+            getattr(conversation, leave)()
+            getattr(conversation, leave)()
+            assert values(asked) == [2]
+            assert len(house.replies) == 1 and house.replies[0].told == told
 
 
 def test_who_goes_away_is_not_answered(child: Any) -> None:

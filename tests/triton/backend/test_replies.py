@@ -283,3 +283,10 @@ def test_nothing_is_lost_whenever_it_is_sent() -> None:
         assert sender.log_probs == {place: output.log_probs for place, output in outputs.items()}
         assert sender.finals[-1] and not any(sender.finals[:-1])
         assert done == [reply]
+
+
+def test_who_has_all_that_was_wanted_gives_up_no_row(post: Post) -> None:
+    rows = Running(), Running()
+    reply, _ = post.reply("a", *rows)
+    reply.finish()
+    assert [(row.completed, row.cancelled) for row in rows] == [(1, 0), (1, 0)]

@@ -196,6 +196,27 @@ def test_parameters_that_nobody_knows_are_refused(name: str, problem: str, hint:
     assert re.match(hint, caught.value.hint or "")
 
 
+@pytest.mark.parametrize("name", ["timeout_ms", "queue_timeout_ms", "min_p"])
+@pytest.mark.parametrize("value", [True, False, -5, "-5", "soon", "nan", "inf", 1e300, None, [1]])
+def test_a_number_that_is_none_is_refused_by_the_clients_name(name: str, value: Any) -> None:
+    """And as it was sent: not as seconds."""
+    with pytest.raises(RequestError, match=rf"^{name} is {re.escape(repr(value))}\n") as caught:
+        read(tensors(), **{name: value})
+    assert caught.value.hint.startswith("give a number") and ("milliseconds" in caught.value.hint) is ("_ms" in name)
+
+
+@pytest.mark.parametrize(("said", "meant"), [(0, 0), ("0", 0), (1, 1), ("P1", 1), ("2", 2), ("P2", 2)])
+def test_a_priority_has_two_names(said: Any, meant: int) -> None:
+    (request,) = read(tensors(), priority_class=said)
+    assert request.priority == meant
+
+
+@pytest.mark.parametrize("said", [True, 3, "p1", 1.0])
+def test_a_priority_that_nobody_knows_is_told_both_kinds(said: Any) -> None:
+    with pytest.raises(RequestError, match=r"priority_class is (True|3|'p1'|1\.0)\n  hint: P0, P1 or P2, or 0, 1 or 2"):
+        read(tensors(), priority_class=said)
+
+
 @pytest.mark.parametrize(
     ("starts", "ends", "problem"),
     [

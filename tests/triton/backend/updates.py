@@ -26,11 +26,12 @@ class Running:
             reused_blocks=2,
             new_blocks=3,
         )
-        self.cancelled = 0
-        self.handle = Handle(self.request, self.result, cancel=self._cancel)
+        self.cancelled = self.completed = 0
+        self.handle = Handle(self.request, self.result, end=self._end)
 
-    def _cancel(self, handle: Handle) -> None:
-        self.cancelled += 1
+    def _end(self, handle: Handle, reason: FinishReason) -> None:
+        self.cancelled += reason is FinishReason.CANCELLED
+        self.completed += reason is FinishReason.STOP_WORDS
 
     def step(
         self, *tokens: int, sequence: int = 0, reason: FinishReason | None = None, is_final: bool = False
