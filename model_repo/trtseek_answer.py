@@ -86,8 +86,10 @@ class Answer:
 
     @property
     def stopped(self) -> bool:
-        """Whether every sequence has met a stop string: what is still generated is for nobody."""
-        return bool(self._sequences) and all(sequence.finder.found for sequence in self._sequences.values())
+        """Whether every sequence has met a stop string, those that have said nothing yet too: what is still generated
+        is for nobody."""
+        found = [sequence.finder.found for sequence in self._sequences.values()]
+        return all(found) and len(found) >= int(self._prompt.sequences)
 
     def add(self, arrays: Arrays) -> list[Arrays]:
         """The responses that a response of `tensorrt_llm` leads to: none while nothing new is certain."""

@@ -62,7 +62,7 @@ TEXTS = ("text_input", "messages", "stop_words", "bad_words", "embedding_bias_wo
 @dataclass(frozen=True)
 class Prompt:
     """One row of a request. text: what came, or the chat template's rendering. stops: strings that end the answer.
-    repeats: the answer begins with the prompt. wanted: outputs beside the text."""
+    repeats: the answer begins with the prompt. wanted: outputs beside the text. sequences: answers to it."""
 
     text: str
     ids: list[int]
@@ -70,6 +70,7 @@ class Prompt:
     streams: bool
     repeats: bool
     wanted: tuple[str, ...]
+    sequences: int = 1
 
 
 def read_prompts(
@@ -108,6 +109,7 @@ def read_prompts(
                     *returned,
                     *(output for name, outputs in OUTPUTS_OF.items() if _flag(inputs, name, row) for output in outputs),
                 ),
+                sequences=_count_sequences(inputs, row),
             )
         )
     return prompts
@@ -185,6 +187,12 @@ def _row(array: npt.NDArray[Any], row: int, rows: int) -> npt.NDArray[Any]:
 def _flag(inputs: Arrays, name: str, row: int) -> bool:
     array = inputs.get(name)
     return False if array is None or not array.size else bool(array.reshape(-1)[min(row, array.size - 1)])
+
+
+def _count_sequences(inputs: Arrays, row: int) -> int:
+    """A number of rows that is wrong, or itself is, `build_inputs` and `tensorrt_llm` refuse."""
+    array = inputs.get("num_return_sequences")
+    return 1 if array is None or not array.size else max(1, int(array.reshape(-1)[min(row, array.size - 1)]))
 
 
 def _read_strings(inputs: Arrays, name: str, rows: int) -> list[tuple[str, ...]]:

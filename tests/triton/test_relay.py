@@ -97,7 +97,8 @@ def model(llama_path, monkeypatch):
         "max_prompt_bytes": "1000",
         "max_streams": "4",
     }
-    config = {"parameters": {key: {"string_value": value} for key, value in parameters.items()}}
+    served = [{"name": name} for name in ("text_input", "max_tokens", "stream")]
+    config = {"input": served, "parameters": {key: {"string_value": value} for key, value in parameters.items()}}
     model.initialize(
         {
             "model_name": "tensorrt_llm_bls",

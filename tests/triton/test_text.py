@@ -404,9 +404,10 @@ def test_a_stop_string_ends_an_answer_before_it(modules, tokenizer):
 
 
 def test_sequences_are_kept_apart(modules, tokenizer):
-    prompt = make_prompt(modules, tokenizer, streams=False, stops=("x",))
+    prompt = make_prompt(modules, tokenizer, streams=False, stops=("x",), sequences=2)
     answer = modules["answer"].Answer(tokenizer, prompt, row=0, accumulates=False)
     answer.add(child(tokenizer.encode_word(b"ax"), sequence=1))
+    assert not answer.stopped  # the other has not said anything
     answer.add(child(tokenizer.encode_word(b"b"), sequence=0))
     assert not answer.stopped
     responses = answer.finish()
