@@ -10,6 +10,7 @@ from pipeline.interpreter.interpreter import Interpreter
 from pipeline.interpreter.native.kernel import NativeKernel
 from pipeline.interpreter.operations import native_experts, packed
 from pipeline.interpreter.plan import Step
+from pipeline.interpreter.tape import Tape
 from tests.interpreter.test_experts import E, H, choose, draw, network
 
 
@@ -18,8 +19,8 @@ def run(rows: int, prescales: int, *, x: torch.Tensor | None = None, weights: to
     (kernel,) = (
         step.kernel
         for tape in interpreter._plan(frozenset()).steps
-        for step in ([tape] if isinstance(tape, Step) else tape._alone)  # type: ignore[attr-defined]
-        if isinstance(step.kernel, NativeKernel) and not step.kernel.shares
+        for step in (tape._alone if isinstance(tape, Tape) else [tape])
+        if isinstance(step, Step) and isinstance(step.kernel, NativeKernel) and not step.kernel.shares
     )
     assert kernel.plan.__qualname__.startswith("compile_native")
     held = interpreter.numerics.held("float16")

@@ -1,6 +1,6 @@
 """Compiles the kernels, by the machine's own compiler and for its processor, and keeps the result.
 
-That takes half a minute of a busy core and would be done by every process that serves or tests: so what is compiled
+That takes some 20 s of processor and would be done by every process that serves or tests: so what is compiled
 stays in the user's cache, under a name that says what it was made of.
 """
 
