@@ -25,7 +25,7 @@ from pipeline.triton.keeper import FOLDER
 from pipeline.triton.kept import Kept
 from pipeline.triton.processes import PREFIX, find_stubs, remove_remains
 from pipeline.triton.server_log import ServerLog
-from pipeline.triton.shortage import ADVICE, TOLD, Shortage
+from pipeline.triton.shortage import ADVICE, Shortage
 
 STUB_S = 300
 # Triton's exit time-out counts requests in flight and the end of its models' processes together.
@@ -209,8 +209,9 @@ class TritonServer:
     def _load_given_up(self, end: float) -> None:
         """Loads what Triton has given up again, until there is nothing of it, or it is too late. Raises ServerError."""
         while given_up := [name for name, problem in self.control.find_unloaded().items() if GIVEN_UP in problem]:
-            if self.shortage.told:  # which another try does not cure
-                raise ServerError(f"{', '.join(given_up)} cannot be loaded: {TOLD}", hint=f"{ADVICE}; {self._hint}")
+            if self.shortage.lasts:
+                problem = f"{', '.join(given_up)} cannot be loaded: {self.shortage.describe()}"
+                raise ServerError(problem, hint=f"{ADVICE}; {self._hint}")
             try:
                 self.control.load(*given_up, deadline=max(0.1, end - time.monotonic()))
             except ServerError as error:

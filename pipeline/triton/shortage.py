@@ -14,6 +14,8 @@ ADVICE = (
     "stages.build.max_batch_size or the number of instances"
 )
 TOLD = "memory ran out"
+# Processes that the kernel killed before loading them again is given up: one may have been a neighbour's.
+MOST_KILLS = 3
 # As C++, Python, torch and the C library say it.
 _WORDS = re.compile(r"bad_alloc|MemoryError|DefaultCPUAllocator|(?i:cannot allocate memory|out of memory)")
 
@@ -35,13 +37,22 @@ class Shortage:
         """Whether the server itself says it: whose process the kernel killed is not known."""
         return bool(_WORDS.search(self._log.errors()))
 
+    @property
+    def lasts(self) -> bool:
+        """Whether another try would not cure it."""
+        return self.told or self._killed >= MOST_KILLS
+
     def describe(self) -> str:
         """In words; nothing where it is not known."""
         if self.told:
             return TOLD
-        if killed := count_kills() - self._before:
+        if killed := self._killed:
             return f"the kernel killed {killed} process(es) meanwhile because memory ran out"
         return ""
+
+    @property
+    def _killed(self) -> int:
+        return count_kills() - self._before
 
 
 def count_kills() -> int:

@@ -235,6 +235,19 @@ def test_a_model_is_tried_again_though_the_kernel_killed_a_process(tmp_path, mon
         assert server.shortage.describe() == ""
 
 
+def test_a_model_that_the_kernel_kills_each_time_is_given_up(tmp_path, monkeypatch):
+    """Nothing in its log says why: what the kernel counts is all that is known of it."""
+    starts = tmp_path / "starts"
+    monkeypatch.setattr(shortage, "count_kills", lambda: len(starts.read_bytes()) if starts.exists() else 0)
+    server = make(tmp_path, code=f"open({str(starts)!r}, 'a').write('x')\n{KILLED}")
+    said = r"probe cannot be loaded: the kernel killed 3 process\(es\) meanwhile because memory ran out\n"
+    with server, pytest.raises(ServerError, match=said) as caught:
+        server.start(deadline=240)
+    assert starts.read_text() == "x" * shortage.MOST_KILLS
+    assert "lower stages.package.max_tokens_in_paged_kv_cache" in caught.value.hint
+    assert memory(server) == []
+
+
 def test_a_model_that_never_starts_meets_the_deadline(tmp_path):
     server = make(tmp_path, code="import time\ntime.sleep(600)")
     with server, pytest.raises(ServerError, match=r"did not load its models in 3 s"):

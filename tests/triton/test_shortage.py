@@ -28,7 +28,7 @@ def log(tmp_path: Path) -> Path:
 def test_the_log_says_it(log: Path, line: str) -> None:
     log.write_text(f"E1130 x\n{line}\n")
     since = Shortage(ServerLog(log))
-    assert since.told
+    assert since.told and since.lasts
     assert since.describe() == "memory ran out"
     since.renew()  # it serves
     with open(log, "a") as file:
@@ -47,6 +47,8 @@ def test_the_kernel_says_it(tmp_path: Path, log: Path, monkeypatch: pytest.Monke
     assert since.describe() == ""
     counts.write_text("oom_kill 5\n")
     assert since.describe() == "the kernel killed 2 process(es) meanwhile because memory ran out"
-    assert not since.told
+    assert not since.told and not since.lasts
+    counts.write_text("oom_kill 6\n")
+    assert since.lasts
     since.renew()
-    assert since.describe() == ""
+    assert since.describe() == "" and not since.lasts
