@@ -173,11 +173,9 @@ int attend_chunks(const void *arguments, void *scratch, team all) {
     w.sums = w.scores + most * a->size;
     w.most = w.sums + most * a->v_width;
     w.total = w.most + most;
-    if (all.me == 0) atomic_store(&all.place->next, 0);
-    wait_for_all(all);
-    // Later chunks see more keys than earlier ones: who is done first takes the next.
+    open_shares(all);  // later chunks see more keys than earlier ones
     const long steps = (a->queries + step - 1) / step;
-    for (long i; (i = atomic_fetch_add(&all.place->next, 1)) < a->batch * steps * a->kv_heads;) {
+    for (long i; (i = take_share(1, all)) < a->batch * steps * a->kv_heads;) {
         const long b = i / (steps * a->kv_heads), first = i / a->kv_heads % steps * step, head = i % a->kv_heads;
         long queries = a->queries;  // without padding at the end
         while (queries > first && a->unpad[a->places[b * a->queries + queries - 1]] != b * a->queries + queries - 1)

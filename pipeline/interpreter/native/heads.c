@@ -9,7 +9,6 @@
 enum {
     VECTORS = 16 / LANES,  // of 16 outputs
     TILE = 8 / VECTORS,    // rows whose sums are in registers
-    SHARES = 8,            // of each thread, at least
     NEAR = 4,              // blocks of 16 outputs that a thread takes at once, at most
 };
 
@@ -62,16 +61,14 @@ INLINE void multiply(const int type, const int bf16, const heads_arguments *a, l
 }
 
 INLINE void share_blocks(const int type, const int bf16, const heads_arguments *a, team all) {
-    const long blocks = a->out / 16, items = a->heads * blocks, share = items / (SHARES * all.count);
-    const long near = share < 1 ? 1 : share < NEAR ? share : NEAR;
-    for (long first; (first = near * atomic_fetch_add(&all.place->next, 1)) < items;)
+    const long blocks = a->out / 16, items = a->heads * blocks, near = size_share(items, NEAR, all);
+    for (long first; (first = take_share(near, all)) < items;)
         for (long i = first; i < items && i < first + near; i++) multiply(type, bf16, a, i / blocks, i % blocks);
 }
 
 int multiply_heads(const void *arguments, void *scratch, team all) {
     const heads_arguments *a = arguments;
-    if (all.me == 0) atomic_store(&all.place->next, 0);
-    wait_for_all(all);
+    open_shares(all);
     switch (a->type + 3 * a->bf16_x) {
 #define TYPE(type, bf16)                     \
     case type + 3 * bf16:                    \

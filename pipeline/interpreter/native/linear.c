@@ -22,7 +22,6 @@ enum {
     VECTORS = 16 / LANES,  // of 16 outputs
     TILE = 8 / VECTORS,    // rows that are multiplied by a weight while it is in a register: their sums are in some, too
     NEAR = 16,             // blocks of 16 outputs whose weights stay in the cache while all rows pass
-    SHARES = 8,            // of each thread, at least
     AHEAD = 4096,          // bytes: weights are read once, from memory
 };
 #define BITS_OF_INFINITY 0x7f800000
@@ -110,7 +109,7 @@ INLINE void write_tile(const int bf16, const void *x, long count, shape s, tile 
                 int32_t *at = to.integers + first * s.input_bits / 32 * count + m;
                 write_integers(s.input_bits, integers, inputs, at, count);
                 to.units[part] = by.unit;
-                to.offsets[part] = -8 * sum;
+                if (s.input_bits == 16) to.offsets[part] = -8 * sum;
                 group_offset += -8 * by.unit * (float)sum;
             }
             to.group_offsets[group / s.length * count + m] = group_offset;
@@ -213,11 +212,9 @@ INLINE void linear_shared(const int bits, const int input_bits, const linear_arg
         else
             write_tile(0, (const float *)a->x + row * s.in, count, s, tile_at(row, scratch, parts, s));
     }
-    if (all.me == 0) atomic_store(&all.place->next, 0);
-    wait_for_all(all);
-    // Who comes first takes the next blocks: another thread may have to be woken, which takes as long as many of them.
-    const long share = blocks / (SHARES * all.count), near = share < 1 ? 1 : share < NEAR ? share : NEAR;
-    for (long first; (first = near * atomic_fetch_add(&all.place->next, 1)) < blocks;)
+    open_shares(all);
+    const long near = size_share(blocks, NEAR, all);
+    for (long first; (first = take_share(near, all)) < blocks;)
         for (long row = 0; row < s.rows; row += TILE)
             for (long n = first; n < blocks && n < first + near; n++) {
                 const int count = s.rows - row < TILE ? (int)(s.rows - row) : TILE;

@@ -13,10 +13,9 @@ from torch import Tensor
 from pipeline.interpreter.native import Call, count_threads, load_library
 from pipeline.interpreter.native.kernel import Empty, NativeKernel
 from pipeline.interpreter.numerics import NATIVE
-from pipeline.interpreter.operations.layouts import DIMS, find_library, lines
+from pipeline.interpreter.operations.layouts import DIMS, FEWEST_SHARED, find_library, lines
 from pipeline.interpreter.operations.site import Kernel, Site
 
-FEWEST_SHARED = 1 << 15  # values, from which on another thread pays
 OPERATIONS = ("sum", "prod", "sub", "div", "max", "min", "avg")  # in the order of native/small.c
 
 
