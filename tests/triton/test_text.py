@@ -13,7 +13,7 @@ from tokenizers import Tokenizer as BareTokenizer
 from transformers import AutoTokenizer
 
 from pipeline.triton import MODEL_REPO
-from pipeline.triton.backend.requests import SERVED
+from pipeline.triton.backend.request_tensors import SERVED
 from pipeline.triton.model_config import parse_config
 
 TEXTS = st.text(st.sampled_from("ab  é你😀\n.") | st.characters(exclude_categories=["Cs"]), max_size=40)

@@ -13,15 +13,8 @@ import model_repo
 from pipeline.runtime.errors import RequestError
 from pipeline.runtime.request import Priority, Request
 from pipeline.runtime.retention import Keep, TokenRange
-from pipeline.triton.backend.requests import (
-    IGNORED,
-    KNOWN,
-    REFUSED,
-    REQUEST_FIELDS,
-    SAMPLING_FIELDS,
-    read_requests,
-    read_wanted,
-)
+from pipeline.triton.backend.request_tensors import IGNORED, KNOWN, REFUSED, REQUEST_FIELDS, SAMPLING_FIELDS
+from pipeline.triton.backend.requests import read_requests, read_wanted
 from pipeline.triton.model_config import parse_config
 
 VOCABULARY = 10
