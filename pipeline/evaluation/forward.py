@@ -6,7 +6,6 @@ left, and is dropped. The steps, the pools and the weights are the same either w
 
 from __future__ import annotations
 
-import gc
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import closing
 from dataclasses import dataclass, replace
@@ -114,9 +113,7 @@ def run_network(
                 else:
                     activations.put(i, outputs[result])
             if len(segments) > 1:
-                # Program and plan refer to each other: without this, layers wait for the collector and add up.
-                del program, interpreter, feeds, outputs, pools
-                gc.collect()
+                del program, interpreter, feeds, outputs, pools  # before the next layer is read
                 _let_go(source, first, last)
 
 

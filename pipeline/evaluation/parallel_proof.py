@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import gc
 import itertools
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, replace
@@ -100,8 +99,7 @@ class RankSlices:
         from pipeline.network.widening import widen
         from pipeline.runtime.runner import InterpreterPools
 
-        self._runner = None
-        gc.collect()  # program and plan refer to each other
+        self._runner = None  # before the next slice is read
         first, self._last = next(self._slices)
         self._step = 0
         if self._stage[0] <= first < self._stage[1]:

@@ -61,12 +61,15 @@ class _Compiler:
             if slot not in keep:
                 done.setdefault(index, []).append(slot)
         steps = [replace(step, done=tuple(done.get(index, ()))) for index, step in enumerate(self.steps)]
-        return Plan(
+        plan = Plan(
             template=tuple(self.template),
             inputs=self.inputs,
             outputs=outputs,
             steps=tuple(join_native(steps, self.template, {*outputs.values()})),
         )
+        # Kernels ask for constants through this compiler; held by it, they and it would outlive the plan.
+        self.steps, self.template = [], []
+        return plan
 
     def add(self, node: Node) -> None:
         names = [name for name in node.inputs if name is not None]

@@ -18,7 +18,7 @@ from tests import fixtures
 from tests.evaluation.support import convert
 
 WATCH = """
-import re, sys
+import gc, re, sys
 from pathlib import Path
 from pipeline.evaluation.forward import run_network
 from pipeline.evaluation.measurement import plan_schedule
@@ -26,6 +26,7 @@ from pipeline.evaluation.schedule import TokenSequence
 from pipeline.evaluation.subject import open_subject
 from pipeline.network.spec import NetworkSpec
 
+gc.disable()  # a layer is let go when it is done, not when the collector comes
 subject = open_subject(Path(sys.argv[1]))
 layers = subject.architecture.num_layers
 schedule = plan_schedule([TokenSequence(tokens=tuple(range(16)))], subject.architecture, block_size=16)

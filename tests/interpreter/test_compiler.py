@@ -1,3 +1,5 @@
+import gc
+import weakref
 from typing import Any
 
 import pytest
@@ -34,6 +36,28 @@ def test_what_depends_on_constants_only_is_computed_once() -> None:
     interpreter = Interpreter(program, mode="exact", optimize=False)
     assert interpreter.run({"x": torch.ones(1, 2)})["y"].tolist() == [[2, 2]]
     assert interpreter._plan(frozenset()).layers == ("y",)  # no step for the rest
+
+
+@pytest.mark.parametrize("resident_bytes", [None, 0])
+def test_weights_are_let_go_with_their_interpreter(resident_bytes: int | None) -> None:
+    """Not when the collector comes: by then several layers of a large model would be there."""
+
+    def build(g: Any) -> dict[str, Any]:
+        stored = RawTensor.from_torch(torch.randn(256, 256).bfloat16())  # beyond what is kept whatever the budget
+        weight = g.cast("weight", g.constant("stored", stored), "float32")
+        return {"y": g.matmul("y", feed(g, "x", "float32", (-1, 256)), weight)}
+
+    gc.disable()
+    try:
+        interpreter = Interpreter(read(build), mode="exact", resident_bytes=resident_bytes)
+        interpreter.run({"x": torch.ones(1, 256)})
+        stored = [weakref.ref(constant.data) for constant in interpreter.program.constants.values()]
+        prepared = [weakref.ref(tensor) for tensor in interpreter._constants._prepared.values()]
+        assert stored and bool(prepared) == (resident_bytes is None)
+        del interpreter
+        assert [found() for found in (*stored, *prepared)] == [None] * len(stored + prepared)
+    finally:
+        gc.enable()
 
 
 def test_an_output_may_be_a_constant_a_shape_or_an_input_seen_otherwise() -> None:
