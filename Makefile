@@ -8,7 +8,7 @@ BIN := $(VENV)/bin
 READY := $(VENV)/.ready
 
 .DEFAULT_GOAL := help
-.PHONY: help engine serve query plan validate status test test-slow check checkpoints smollm2 bench lock clean
+.PHONY: help engine serve query plan validate status test test-thorough test-slow check checkpoints smollm2 bench lock clean
 
 help: ## list the targets
 	@awk -F ':.*## ' '/^[a-z0-9-]+:.*## / {printf "  make %-12s %s\n", $$1, $$2}' $(MAKEFILE_LIST)
@@ -40,6 +40,9 @@ status: $(READY) ## say which stages of CONFIG are done
 
 test: $(READY) ## run the tests
 	GOMP_SPINCOUNT=0 OMP_NUM_THREADS=1 $(BIN)/pytest -n 2 --dist loadfile
+
+test-thorough: $(READY) ## run more cases of what `make test` tries some of
+	GOMP_SPINCOUNT=0 OMP_NUM_THREADS=1 $(BIN)/pytest -n 2 --dist loadfile -m "thorough and not slow"
 
 test-slow: $(READY) ## run the tests that take minutes or download a package
 	GOMP_SPINCOUNT=0 $(BIN)/pytest -m slow

@@ -3,8 +3,6 @@
 from __future__ import annotations
 
 import json
-import os
-import signal
 import subprocess
 import sys
 from dataclasses import dataclass
@@ -34,24 +32,6 @@ class Project:
 
     def trtseek(self, *arguments: str) -> subprocess.CompletedProcess[str]:
         return subprocess.run([TRTSEEK, *arguments], cwd=self.folder, capture_output=True, text=True, timeout=240)
-
-    def kill_at(self, line: str, *arguments: str) -> None:
-        """SIGKILLs the run, and all that it started, as soon as its progress says `line`."""
-        process = subprocess.Popen(
-            [TRTSEEK, *arguments],
-            cwd=self.folder,
-            stdout=subprocess.DEVNULL,
-            stderr=subprocess.PIPE,
-            text=True,
-            start_new_session=True,
-        )
-        assert process.stderr is not None
-        with process.stderr as progress:
-            seen = any(line in text for text in progress)
-            if seen:
-                os.killpg(process.pid, signal.SIGKILL)
-        process.wait(timeout=60)
-        assert seen, f"the run ended before it said {line!r}"
 
     def artifact(self, stage: str) -> dict[str, object]:
         record: dict[str, object] = json.loads((self.run / stage / "artifact.json").read_text())

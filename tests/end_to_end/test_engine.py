@@ -103,28 +103,6 @@ def test_a_changed_setting_runs_its_stage_and_those_after_it(finished: Project, 
     assert "max_queue_size: 0 → 7" in result.stderr
 
 
-KILLS = (
-    ("convert: ", "convert"),
-    ("quantize: calibrating layer 1", "quantize"),
-    ("quantize: packing", "quantize"),
-    ("verify: network", "verify"),
-    ("build: compile", "build"),
-)
-
-
-def test_a_run_killed_in_every_stage_ends_in_the_same_bytes(
-    finished: Project, tmp_path: Path, deepseek_v2_path: Path
-) -> None:
-    project = write_project(tmp_path / "killed", deepseek_v2_path)
-    for line, stage in KILLS:
-        project.kill_at(line, "engine", "tiny.yaml")
-        assert not (project.run / stage / "artifact.json").exists()
-    result = project.trtseek("engine", "tiny.yaml")
-    assert result.returncode == 0, result.stderr
-    for stage in ("convert", "quantize", "verify"):
-        assert project.digests(stage) == finished.digests(stage)
-
-
 def test_a_failed_gate_stops_before_the_build_and_keeps_its_report(tmp_path: Path, deepseek_v2_path: Path) -> None:
     project = write_project(tmp_path, deepseek_v2_path)
     fails = ("--set", "stages.quantize.method=rtn", "--set", "stages.verify.gates.mean_kl=1e-9")

@@ -71,7 +71,9 @@ def test_every_gpu_of_the_table_has_a_backend() -> None:
     assert set(SMS) - set(BUILT_HERE) == {90, 100, 103}
 
 
-@pytest.mark.parametrize("sm", BUILT_HERE)
+@pytest.mark.parametrize(
+    "sm", [sm if sm in (80, 120) else pytest.param(sm, marks=pytest.mark.thorough) for sm in BUILT_HERE]
+)
 def test_builds_for_every_target(folder: Path, sm: int, tmp_path: Path) -> None:
     progress = Recorder()
     # Turing takes no INT4.
@@ -85,6 +87,7 @@ def test_builds_for_every_target(folder: Path, sm: int, tmp_path: Path) -> None:
     assert sorted(path.name for path in built.path.parent.iterdir()) == ["engine.json", "model.engine"]
 
 
+@pytest.mark.thorough
 def test_what_turing_lacks_is_explained(v2_engine: Built, folder: Path, tmp_path: Path) -> None:
     with pytest.raises(BuildError, match="HW-specific datatypes: int4") as caught:
         build(folder, TINY_LLAMA | {"num_hidden_layers": 1}, LLAMA_INT4, SMALL, sm=75)

@@ -46,6 +46,7 @@ def delete(path: Path, _: random.Random) -> None:
 
 
 DAMAGES: dict[str, Damage] = {"truncated": truncate, "flipped": flip, "grown": grow, "zeroed": blank, "deleted": delete}
+KINDS = ["flipped", "deleted", *(pytest.param(k, marks=pytest.mark.thorough) for k in ("truncated", "grown", "zeroed"))]
 
 
 def list_files(config_output: Path) -> list[Path]:
@@ -57,7 +58,7 @@ def list_files(config_output: Path) -> list[Path]:
     return list(found.values())
 
 
-@pytest.mark.parametrize("damage", DAMAGES)
+@pytest.mark.parametrize("damage", KINDS)
 def test_every_kind_of_file(finished: Finished, workshop: Path, damage: str) -> None:
     generator = random.Random(damage)
     names = [path.relative_to(finished.folder) for path in list_files(finished.folder / "out")]
@@ -85,7 +86,7 @@ def test_every_kind_of_file(finished: Finished, workshop: Path, damage: str) -> 
         shutil.rmtree(folder)
 
 
-@pytest.mark.parametrize("damage", DAMAGES)
+@pytest.mark.parametrize("damage", KINDS)
 def test_what_a_killed_run_left(finished: Finished, workshop: Path, damage: str) -> None:
     """Its finished shards, its journal, and what it was begun with."""
     generator = random.Random(damage)

@@ -16,7 +16,7 @@ from pipeline.stages.graph import NAMES
 from tests.end_to_end.support import Project, write_project
 from tests.faults.children import HANG_S, count_repeats, read_log
 
-pytestmark = pytest.mark.timeout(HANG_S)
+pytestmark = [pytest.mark.timeout(HANG_S), pytest.mark.thorough]
 
 ROOT = Path(__file__).parents[2]
 STAGES = tuple(name for name in NAMES if name != "job")  # which is of engines that TensorRT-LLM builds

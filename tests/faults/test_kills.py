@@ -34,7 +34,7 @@ def assert_whole(config: Config) -> None:
         assert link.exists() or link.name.startswith("."), link
 
 
-@pytest.mark.parametrize("batch", range(BATCHES))
+@pytest.mark.parametrize("batch", [0, *(pytest.param(i, marks=pytest.mark.thorough) for i in range(1, BATCHES))])
 def test_a_run_killed_at_any_point_goes_on_to_the_same_bytes(finished: Finished, workshop: Path, batch: int) -> None:
     points = pick_points(finished.events)
     assert len(set(points)) >= 100

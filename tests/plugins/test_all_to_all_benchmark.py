@@ -52,7 +52,7 @@ def test_it_prints_a_table(capsys: pytest.CaptureFixture[str]) -> None:
     assert lines[-1].split() == ["all-reduce", "201", "889", "1806"]
 
 
-@pytest.mark.parametrize("ranks", [2, 4])
+@pytest.mark.parametrize("ranks", [2, pytest.param(4, marks=pytest.mark.thorough)])
 def test_what_processes_count_is_what_their_tokens_cost(ranks: int) -> None:
     """Each checks its own count of moe_all_to_all against its tokens' experts, which are drawn. What has no choice is
     on the wire as expected, to the byte."""

@@ -7,7 +7,7 @@ from dataclasses import replace
 import pytest
 import torch
 import torch.nn.functional as F
-from hypothesis import given
+from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from plugins.operation import Argument, Operation
@@ -184,7 +184,7 @@ def test_models_heads_are_split_beside_chunks(simulator: Simulator, op: PagedAtt
     check(simulator, op, step, 2e-6)
 
 
-@EXAMPLES
+@settings(EXAMPLES, max_examples=6)
 @given(where=spans(longest=700), op=st.sampled_from([GROUPED, LATENT]), heads=st.sampled_from([2, 20]))
 def test_any_mixture_of_long_contexts(
     simulator: Simulator, where: list[tuple[int, int]], op: PagedAttention | PagedLatentAttention, heads: int

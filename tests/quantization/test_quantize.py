@@ -276,7 +276,13 @@ class DyingWorkspace(FolderWorkspace):
 
 @pytest.mark.parametrize(
     ("family", "method"),
-    [("llama", "awq"), ("deepseek_v2", "awq"), ("deepseek_v2", "rtn"), ("llama", "gptq"), ("deepseek_v2", "awq_gptq")],
+    [
+        ("llama", "awq"),
+        ("deepseek_v2", "rtn"),
+        ("llama", "gptq"),
+        ("deepseek_v2", "awq_gptq"),
+        pytest.param("deepseek_v2", "awq", marks=pytest.mark.thorough),
+    ],
 )
 def test_a_killed_run_goes_on_to_the_same_bytes(
     tmp_path: Path, llama_path: Path, deepseek_v2_path: Path, text: Path, family: str, method: str

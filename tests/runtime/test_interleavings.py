@@ -18,7 +18,7 @@ from pipeline.runtime.request import FinishReason, Priority, Request
 from pipeline.runtime.sampling import Sampling
 from tests.runtime.fakes import POISON, VOCABULARY, FakeRunner, answer_slowly, log_probs_slowly
 
-MIXES = 300
+MIXES, MORE_MIXES = 80, 220
 MAX_LENGTH = 60
 
 
@@ -116,7 +116,9 @@ def drive(executor: Executor, rng: random.Random, requests: list[Request]) -> It
     yield from handles
 
 
-@pytest.mark.parametrize("seed", range(MIXES))
+@pytest.mark.parametrize(
+    "seed", [*range(MIXES), *(pytest.param(MIXES + i, marks=pytest.mark.thorough) for i in range(MORE_MIXES))]
+)
 def test_a_mix(seed: int) -> None:
     rng = random.Random(seed)
     limits = make_limits(rng)

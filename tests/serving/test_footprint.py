@@ -70,6 +70,7 @@ def test_planned_is_what_is_estimated_of_the_package(
     assert sorted(planned, key=lambda part: part.name) == sorted(estimated, key=lambda part: part.name)
 
 
+@pytest.mark.thorough
 def test_what_the_options_start_and_hold_is_counted(served: Served, tmp_path: Path, llama_path: Path) -> None:
     """More processes of a model, another rank, and a larger KV cache."""
     few = {part.name: part for part in estimate(served).values()}

@@ -55,6 +55,7 @@ def own_server(served, tmp_path):
         yield server
 
 
+@pytest.mark.thorough
 def test_the_server_stands_it_and_can_unload_its_models(own_server):
     """It crashed, or kept a model that it could not unload, so that its end took ten seconds more."""
     upstream = f"127.0.0.1:{own_server.addresses.grpc}"
