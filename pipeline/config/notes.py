@@ -100,6 +100,13 @@ def _note_unsolved(case: Case) -> str | None:
     )
 
 
+def _note_idle_rows(case: Case) -> str | None:
+    idle = case.quantize.rules.idle_rows(case.kinds) if case.quantize.recipe.rows else ()
+    if not idle:
+        return None
+    return f"{', '.join(idle)} decides nothing: what it names is excluded, or named by a row before it"
+
+
 def _note_ranks(case: Case) -> str | None:
     p = case.parallel
     if p.tensor * p.pipeline == 1 or case.config.target.world.foreign:
@@ -122,5 +129,6 @@ NOTES: tuple[Rule, ...] = (
     Rule("nothing_to_exchange", "stages.build.lowering.moe_all_to_all", _note_lone_exchange, ""),
     Rule("exchange_has_a_price", "stages.build.lowering.moe_all_to_all", _note_exchange, ""),
     Rule("recipe_comes_later", "stages.quantize.recipe", _note_unsolved, ""),
+    Rule("idle_rows", "stages.quantize.recipe", _note_idle_rows, ""),
     Rule("smaller_groups", "stages.quantize.group_size", _note_smaller_groups, ""),
 )

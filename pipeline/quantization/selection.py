@@ -184,6 +184,11 @@ class Rules:
                 found[wish] = first, count + (kind.count if is_uniform else 1)
         return found
 
+    def idle_rows(self, kinds: Iterable[Kind]) -> tuple[str, ...]:
+        """Patterns of the recipe's rows that decide nothing of these kinds, though they may name some."""
+        deciding = {index for kind in kinds for index in map(self._matcher(kind.first.role), kind.names())}
+        return tuple(row.pattern for i, row in enumerate(self.recipe, len(self.exclude)) if i not in deciding)
+
     def find_split(self, kind: Kind) -> str | None:
         """A linear of a kind that other experts of its layer do not share the format and group of; None where all do.
         Only patterns tell experts apart."""

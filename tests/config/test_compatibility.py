@@ -91,6 +91,12 @@ SETTINGS = [
         "*.mpl.fc matches no linear",
     ),
     (
+        "idle_rows",
+        {"stages.quantize.recipe": {"rows": [{**ROW, "pattern": "*"}, ROW]}},
+        {"stages.quantize.recipe": {"rows": [ROW, {**ROW, "pattern": "*"}]}},
+        "*.attention.dense decides nothing",
+    ),
+    (
         "head_is_fit",
         {"stages.quantize.recipe": {"rows": [{"pattern": "lm_head", "method": "awq"}]}},
         {"stages.quantize.recipe": {"rows": [{"pattern": "lm_head", "method": "int8"}]}},
