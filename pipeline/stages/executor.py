@@ -66,7 +66,7 @@ class Executor:
             failure = "not reached"  # what the run folder refuses is no stage's failure
             self._unlink_stale(selection, prints)
             failure = "failed"
-            return self._run(selection, prints)
+            made = self._run(selection, prints)
         except BaseException as error:
             if isinstance(error, NotShownError):
                 failure = "cached, but not shown"
@@ -74,6 +74,8 @@ class Executor:
                 failure = error.outcome
             self.progress.end(failure if isinstance(error, Exception) else "stopped")
             raise
+        self._check_shown(made)
+        return made
 
     def _run(self, selection: Selection, prints: Mapping[str, Fingerprint]) -> dict[str, Artifact]:
         made: dict[str, Artifact] = {}
@@ -93,6 +95,16 @@ class Executor:
                 )
             made[stage.name] = artifact or job.make()
         return made
+
+    def _check_shown(self, made: Mapping[str, Artifact]) -> None:
+        """Of two runs of one name at once, the folder shows the stages of the one that linked them last."""
+        for name, artifact in made.items():
+            if not self.folder.shows(name, artifact.path):
+                raise NotShownError(
+                    f"{self.folder.path / name} shows what another run made meanwhile, of the same name and with other "
+                    f"settings; this one's {name} is in {artifact.path}",
+                    hint="run this again, or give each a name of its own: --set name=…",
+                )
 
     def _fingerprint_all(self) -> dict[str, Fingerprint]:
         fingerprinter = Fingerprinter(self.config, self.progress)

@@ -181,6 +181,25 @@ def test_what_cannot_be_shown_is_no_stage_that_failed(tmp_path, refuse_writing):
     assert notes.outcomes["copy"] == "cached"
 
 
+def test_of_two_runs_of_one_name_the_one_that_is_not_shown_says_so(tmp_path):
+    """Another with other settings comes and goes while the last stage of the first is made."""
+    other = make_config(tmp_path, copy={"suffix": "other"})
+
+    def run_slowly(context):
+        run(other)
+        LINK.run(context)
+
+    config = make_config(tmp_path)
+    slow = dataclasses.replace(LINK, name="slow", run=run_slowly)
+    with pytest.raises(StoreError) as caught:
+        run(config, [COPY, UPPER, slow])
+    assert caught.value.message.startswith(f"{config.run_folder / 'copy'} shows what another run made meanwhile")
+    (mine,) = set((config.store_folder / "copy").iterdir()) - {(config.run_folder / "copy").resolve()}
+    assert caught.value.message.endswith(f"this one's copy is in {mine}")
+    work, _ = run(config, [COPY, UPPER, slow])
+    assert work == []
+
+
 def test_force_makes_again_only_what_is_named_when_the_bytes_come_out_the_same(tmp_path):
     config = make_config(tmp_path)
     run(config)
