@@ -2,6 +2,7 @@
 
 import contextlib
 import json
+import math
 import os
 import queue
 import re
@@ -334,8 +335,10 @@ def test_sigterm_lets_requests_end_refuses_new_ones_and_leaves_nothing(serving, 
     for watcher in watchers:
         watcher.join(60)
         assert all(all(ready) for when, ready in watcher.seen if when < told)
-        draining = [ready for when, ready in watcher.seen if when > told + 1]  # it looks twice a second
-        assert draining and not any(map(any, draining)), watcher.address
+        # The gate looks twice a second, a busy machine's less often; what it says then is not taken back.
+        ready = [any(ready) for when, ready in watcher.seen if when > told]
+        first = next((when for when, ready in watcher.seen if when > told and not any(ready)), math.inf)
+        assert first < told + 10 and ready == sorted(ready, reverse=True), watcher.address
     for sender in senders:
         sender.join(60)
         assert sender.refused, sender.model
