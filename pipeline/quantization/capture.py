@@ -64,20 +64,20 @@ class Sampler:
     def __init__(self, priorities: Tensor, limit: int = ROWS) -> None:
         self.priorities, self.limit = priorities, limit
         self.tokens = 0
+        # Made once: what is made anew for each batch and stays scatters over the heap, which is not given back then.
         self._sums: Tensor | None = None
         self._peaks: Tensor | None = None
-        # The rows kept and, of each, its priority; made once, since memory made anew for each batch scatters over the
-        # heap and is not given back.
-        self._rows: Tensor | None = None
+        self._rows: Tensor | None = None  # those kept, and of each its priority
         self._kept = torch.full((min(limit, priorities.numel()),), NONE, dtype=torch.int64)
 
     def add(self, x: Tensor, positions: Tensor) -> None:
         """`x` [n, I] at token positions [n] (0 ≤ position < T)."""
         self.tokens += x.shape[0]
         magnitudes = x.abs()
-        sums, peaks = magnitudes.sum(0, dtype=torch.float64), magnitudes.amax(0).float()
-        self._sums = sums if self._sums is None else self._sums + sums
-        self._peaks = peaks if self._peaks is None else torch.maximum(self._peaks, peaks)
+        if self._sums is None or self._peaks is None:
+            self._sums, self._peaks = torch.zeros(x.shape[1], dtype=torch.float64), torch.zeros(x.shape[1])
+        self._sums += magnitudes.sum(0, dtype=torch.float64)
+        torch.maximum(self._peaks, magnitudes.amax(0).float(), out=self._peaks)
         self._keep(x, self.priorities[positions])
 
     def _keep(self, x: Tensor, priorities: Tensor) -> None:

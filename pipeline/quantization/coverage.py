@@ -52,7 +52,7 @@ class Spread:
         for part in set(samples.tolist()):
             rows = magnitudes[samples == part]
             self._sums[part] += rows.sum(0, dtype=torch.float64)
-            self._peaks[part] = torch.maximum(self._peaks[part], rows.amax(0).float())
+            torch.maximum(self._peaks[part], rows.amax(0).float(), out=self._peaks[part])
             self._tokens[part] += rows.shape[0]
 
     def finish(self) -> dict[str, float] | None:
