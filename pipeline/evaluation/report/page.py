@@ -164,13 +164,14 @@ def _describe_gate(gate: Document) -> dict[str, str]:
 
 def _judge(gates: Sequence[Document], document: Document) -> dict[str, str]:
     failed = [gate["name"] for gate in gates if gate["passed"] is False]
+    judged = sum(gate["passed"] is not None for gate in gates)
+    off = f", {len(gates) - judged} off"
     if failed:
-        return {"kind": "fail", "text": f"{len(failed)} of {len(gates)} gates failed: {', '.join(failed)}"}
+        return {"kind": "fail", "text": f"{len(failed)} of {judged} gates failed{off}: {', '.join(failed)}"}
     if not gates:
         return {"kind": "skip", "text": "not verified"}
-    passed = sum(gate["passed"] is True for gate in gates)
     complete = "" if document["complete"] else "; the run is not complete"
-    return {"kind": "pass", "text": f"{passed} gates passed, {len(gates) - passed} off{complete}"}
+    return {"kind": "pass", "text": f"{judged} gates passed{off}{complete}"}
 
 
 def _tiles(document: Document, rows: Sequence[Document]) -> list[dict[str, str]]:
