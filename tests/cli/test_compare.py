@@ -3,12 +3,14 @@
 from __future__ import annotations
 
 import json
+import re
 from pathlib import Path
 
 import pytest
 
 from pipeline.cli import main
 from pipeline.errors import GateError
+from pipeline.evaluation.report.words import spell_bytes
 from tests import fixtures
 from tests.evaluation.support import convert
 
@@ -93,6 +95,12 @@ def test_verify_shows_what_it_proved_and_again_without_work(workplace, invoke):
     page = invoke("report", "small").stdout.strip()
     assert page == "out/small/report.html"
     text = Path(page).read_text()
+    for checkpoint, stage in zip(
+        record["quality"]["checkpoints"], ("converted weights", "quantized weights"), strict=True
+    ):
+        cell = re.search(rf"<tr><td>{checkpoint['label']}</td><td class=\"n\">(.*?)</td>", text)
+        bar = re.search(rf"<span>{stage}</span><span><i [^>]*></i></span><span>(.*?)</span>", text)
+        assert cell and bar and cell[1] == bar[1] == spell_bytes(checkpoint["bytes"])
     assert "6 gates" not in text and "3 gates passed" in text
     stamp = Path(page).stat().st_mtime_ns
     invoke("report", "small")

@@ -71,6 +71,7 @@ def run_document() -> dict[str, Any]:
             "linears": 2,
             "method": "awq",
             "format": "int4",
+            "group_size": 32 if layer < 10 else 128,
             "alpha": 0.5,
             "clipped": 0.5,
             "loss_before": 0.002 * layer + 0.002,
@@ -98,7 +99,6 @@ def run_document() -> dict[str, Any]:
         ],
         "sizes": [{"name": "source", "bytes": 10**10}, {"name": "engine", "bytes": 3 * 10**9}],
         "complete": False,
-        "ratio": 0.28,
         "verify": {
             "gates": gates,
             "network": network,
@@ -112,6 +112,8 @@ def run_document() -> dict[str, Any]:
             },
         },
         "quantization": {
+            "ratio": 0.5,
+            "linears_ratio": 0.28,
             "heat_map": cells,
             "coverage": coverage | {"saturation": saturation},
             "experts": {"1": {"tokens": [5, 0, 3, 8]}, "2": {"tokens": [4, 4, 4, 4]}},
@@ -187,12 +189,14 @@ def test_everything_is_there(seen: dict[str, Any]) -> None:
     run, compare = seen["run"], seen["compare"]
     assert (run["tables"], run["plots"], run["marks"]) == (5, 9, 3)
     assert (compare["tables"], compare["plots"], compare["marks"]) == (2, 5, 1)
-    assert run["rows"] == (1 + 3) + (1 + 3) + (1 + 2) + (1 + 1) + (1 + 2)  # gates, checkpoints, groups, tasks, layers
+    assert run["rows"] == (1 + 3) + (1 + 3) + (1 + 4) + (1 + 1) + (1 + 2)  # gates, checkpoints, groups, tasks, layers
     for words in (
         "1 of 2 gates failed, 1 off: gate_1@8192",
         "90.0 s (failed)",
         "10 GB",
-        "28.0%",
+        "28.0%\nof the quantized linears' 16-bit size",
+        "50.0%\nof the whole checkpoint's size",
+        "group size",
         "not measured",
         "inf",
     ):
@@ -246,7 +250,7 @@ def test_a_large_heat_map_is_one_picture() -> None:
 
 
 def test_the_page_of_a_first_stage_alone(tmp_path: Path) -> None:
-    document = run_document() | {"verify": None, "quantization": None, "ratio": None}
+    document = run_document() | {"verify": None, "quantization": None}
     write_run(document, tmp_path / "first.html")
     text = (tmp_path / "first.html").read_text()
     assert "not verified" in text

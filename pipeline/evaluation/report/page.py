@@ -66,7 +66,7 @@ def describe_run(document: Document) -> dict[str, Any]:
         "title": document["name"],
         "subtitle": document["subtitle"],
         "verdict": _judge(gates, document),
-        "tiles": _tiles(document, quality["checkpoints"]),
+        "tiles": _tiles(document, quantization, quality["checkpoints"]),
         "gates": [_describe_gate(gate) for gate in gates],
         "stages": _bars([(s["name"], s["seconds"], _describe_stage(s)) for s in document["stages"]]),
         "sizes": _bars([(s["name"], s["bytes"], spell_bytes(s["bytes"])) for s in document["sizes"]]),
@@ -174,10 +174,17 @@ def _judge(gates: Sequence[Document], document: Document) -> dict[str, str]:
     return {"kind": "pass", "text": f"{judged} gates passed{off}{complete}"}
 
 
-def _tiles(document: Document, rows: Sequence[Document]) -> list[dict[str, str]]:
-    tiles = []
-    if document["ratio"] is not None:
-        tiles.append({"value": spell_share(document["ratio"]), "name": "of the linears' 16-bit size"})
+# Shares of quantization.json -> what of; a report of an earlier version may lack one.
+SIZES = {
+    "linears_ratio": "of the quantized linears' 16-bit size",
+    "ratio": "of the whole checkpoint's size",
+}
+
+
+def _tiles(document: Document, quantization: Document, rows: Sequence[Document]) -> list[dict[str, str]]:
+    tiles = [
+        {"value": spell_share(quantization[key]), "name": name} for key, name in SIZES.items() if key in quantization
+    ]
     if len(rows) > 1:
         last = rows[-1]
         tiles += [
@@ -238,22 +245,23 @@ def _tabulate_network(verification: Document) -> list[dict[str, Any]]:
 
 def _tabulate_groups(cells: Sequence[Document]) -> list[dict[str, Any]]:
     """What was done to each kind of linears, over all layers."""
-    kinds: dict[tuple[str, str, str], list[Document]] = {}
+    kinds: dict[tuple[str, str, str, int | None], list[Document]] = {}
     for cell in cells:
-        kinds.setdefault((cell["group"], cell["method"], cell["format"]), []).append(cell)
+        kinds.setdefault((cell["group"], cell["method"], cell["format"], cell.get("group_size")), []).append(cell)
     rows = [
         [
             group,
             sum(cell["linears"] for cell in of_kind),
             method,
             form,
+            size or "-",
             _spell_mean(of_kind, "loss_before"),
             _spell_mean(of_kind, "loss_after"),
         ]
-        for (group, method, form), of_kind in kinds.items()
+        for (group, method, form, size), of_kind in kinds.items()
     ]
     note = "mean squared error of the outputs over the squared outputs, before and after the search"
-    columns = ["scale group", "linears", "method", "format", "error before", "error after"]
+    columns = ["scale group", "linears", "method", "format", "group size", "error before", "error after"]
     return [{"title": "What was quantized", "note": note, "columns": columns, "rows": rows}] if rows else []
 
 
