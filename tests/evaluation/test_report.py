@@ -21,7 +21,8 @@ LONG = "transformer.layers." * 12
 
 def row(label: str, kl: float, **changes: Any) -> dict[str, Any]:
     layers = [
-        {"layer": i, "error": kl * (i + 1), "cosine": 1 - kl, "kl": kl, "top1": 0.9, "top5": 0.9} for i in range(4)
+        {"layer": i, "error": kl * (i + 1), "cosine": 1 - kl, "kl": kl, "top1": 0.9, "top5": 0.9, "lens_positions": 68}
+        for i in range(4)
     ]
     span = {"tokens": 100, "nll": 3.0, "entropy": 3.0 + kl, "kl": kl, "top1": 0.9, "top5": 0.9}
     task = {"items": 4, "solved": 3, "normalised": 2, "accuracy": 0.75, "accuracy_normalised": 0.5}
@@ -48,7 +49,7 @@ def sample() -> dict[str, Any]:
         {"label": "original", "text": "abc def", "agreed": "abc def", "first_difference": None},
         {"label": HOSTILE, "text": "abc <b>xyz</b>", "agreed": "abc ", "first_difference": 1},
     ]
-    return {"prompt": HOSTILE + "x" * 300, "kl": 0.5, "continuations": versions}
+    return {"prompt": HOSTILE + "x" * 300, "kl": 0.5, "checkpoint": HOSTILE, "continuations": versions}
 
 
 def run_document() -> dict[str, Any]:
@@ -197,6 +198,8 @@ def test_everything_is_there(seen: dict[str, Any]) -> None:
         "28.0%\nof the quantized linears' 16-bit size",
         "50.0%\nof the whole checkpoint's size",
         "group size",
+        f"KL 0.5 nats, of {HOSTILE}",
+        "of what final norm and head read in each layer, at a sample of 68 positions",
         "not measured",
         "inf",
     ):

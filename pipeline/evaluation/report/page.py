@@ -143,7 +143,9 @@ def _describe_row(row: Document, columns: Sequence[str]) -> list[str]:
 
 def _describe_sample(sample: Document) -> dict[str, Any]:
     versions = [{**version, "rest": version["text"][len(version["agreed"]) :]} for version in sample["continuations"]]
-    return {"kl": spell_number(sample["kl"], ".3g"), "prompt": sample["prompt"], "continuations": versions}
+    kl, whose = spell_number(sample["kl"], ".3g"), sample.get("checkpoint")  # an earlier version's has no name
+    title = f"KL {kl} nats, of {whose}" if whose else f"KL {kl} nats"
+    return {"title": title, "prompt": sample["prompt"], "continuations": versions}
 
 
 def _describe_gate(gate: Document) -> dict[str, str]:
