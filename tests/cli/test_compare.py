@@ -109,6 +109,8 @@ def test_what_cannot_be_compared_is_said(checkpoints, capsys, tmp_path, monkeypa
 
 def test_verify_shows_what_it_proved_and_again_without_work(workplace, invoke):
     first = invoke("verify", "small", *loosen(*LOOSE))
+    assert "report: out/small/report.html" in first.stderr
+    assert "gates passed" in Path("out/small/report.html").read_text()
     assert "network_exact" in first.stdout
     assert "skip  mean_kl" in first.stdout
     again = invoke("verify", "small", *loosen(*LOOSE))
@@ -132,6 +134,8 @@ def test_verify_shows_what_it_proved_and_again_without_work(workplace, invoke):
     # A gate that fails shows its report all the same, and the page says so.
     with pytest.raises(GateError, match="mean_kl"):
         invoke("verify", "small", *loosen(*LOOSE[:-1], "mean_kl=1e-9"))
+    assert "1 of 4 gates failed, 7 off: mean_kl" in Path(page).read_text()
+    Path(page).unlink()
     with pytest.raises(GateError, match="mean_kl"):
         invoke("engine", "small", "--until", "verify", *loosen(*LOOSE[:-1], "mean_kl=1e-9"))
     assert "1 of 4 gates failed, 7 off: mean_kl" in Path(page).read_text()
