@@ -134,11 +134,11 @@ def test_verify_shows_what_it_proved_and_again_without_work(workplace, invoke):
     # A gate that fails shows its report all the same, and the page says so.
     with pytest.raises(GateError, match="mean_kl"):
         invoke("verify", "small", *loosen(*LOOSE[:-1], "mean_kl=1e-9"))
-    assert "1 of 4 gates failed, 7 off: mean_kl" in Path(page).read_text()
+    assert "1 of 4 gates failed: mean_kl; 7 off" in Path(page).read_text()
     Path(page).unlink()
     with pytest.raises(GateError, match="mean_kl"):
         invoke("engine", "small", "--until", "verify", *loosen(*LOOSE[:-1], "mean_kl=1e-9"))
-    assert "1 of 4 gates failed, 7 off: mean_kl" in Path(page).read_text()
+    assert "1 of 4 gates failed: mean_kl; 7 off" in Path(page).read_text()
 
 
 def test_report_of_nothing_is_refused(workplace, capsys):

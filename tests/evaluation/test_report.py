@@ -192,7 +192,8 @@ def test_everything_is_there(seen: dict[str, Any]) -> None:
     assert (compare["tables"], compare["plots"], compare["marks"]) == (2, 5, 1)
     assert run["rows"] == (1 + 3) + (1 + 3) + (1 + 4) + (1 + 1) + (1 + 2)  # gates, checkpoints, groups, tasks, layers
     for words in (
-        "1 of 2 gates failed, 1 off: gate_1@8192",
+        "1 of 2 gates failed: gate_1@8192; 1 off",
+        "3.5 s, 10 MB of files",
         "90.0 s (failed)",
         "10 GB",
         "28.0%\nof the quantized linears' 16-bit size",

@@ -166,14 +166,14 @@ def _describe_gate(gate: Document) -> dict[str, str]:
 
 def _judge(gates: Sequence[Document], document: Document) -> dict[str, str]:
     failed = [gate["name"] for gate in gates if gate["passed"] is False]
-    judged = sum(gate["passed"] is not None for gate in gates)
-    off = f", {len(gates) - judged} off"
+    off = sum(gate["passed"] is None for gate in gates)
+    judged = len(gates) - off
     if failed:
-        return {"kind": "fail", "text": f"{len(failed)} of {judged} gates failed{off}: {', '.join(failed)}"}
+        return {"kind": "fail", "text": f"{len(failed)} of {judged} gates failed: {', '.join(failed)}; {off} off"}
     if not gates:
         return {"kind": "skip", "text": "not verified"}
     complete = "" if document["complete"] else "; the run is not complete"
-    return {"kind": "pass", "text": f"{judged} gates passed{off}{complete}"}
+    return {"kind": "pass", "text": f"{judged} gates passed, {off} off{complete}"}
 
 
 # Shares of quantization.json -> what of; a report of an earlier version may lack one.
@@ -199,7 +199,7 @@ def _tiles(document: Document, quantization: Document, rows: Sequence[Document])
 
 
 def _describe_stage(stage: Document) -> str:
-    size = f", {spell_bytes(stage['bytes'])}" if stage["bytes"] else ""
+    size = f", {spell_bytes(stage['bytes'])} of files" if stage["bytes"] else ""
     return f"{spell_seconds(stage['seconds'])}{size}" + (f" ({stage['state']})" if stage["state"] else "")
 
 
