@@ -19,6 +19,11 @@ class TrtseekError(Exception):
         return f"{self.message}\n  hint: {self.hint}" if self.hint else self.message
 
 
+def spell_reason(error: Exception) -> str:
+    """What an error says, for a message that names the file already: an OSError would name it again."""
+    return error.strerror if isinstance(error, OSError) and error.strerror else str(error)
+
+
 class ConfigError(TrtseekError):
     """The YAML, or a value in it, cannot be read."""
 

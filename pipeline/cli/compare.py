@@ -42,7 +42,12 @@ def _parse_lengths(_: click.Context, __: click.Parameter, value: str) -> tuple[i
     help="Also measure drift over contexts of these lengths, e.g. 256,1024,4096,8192.",
 )
 @click.option("--tasks", multiple=True, type=click.Path(path_type=Path), help="Also solve the tasks of a JSONL file.")
-@click.option("--prompts", default=0, type=click.IntRange(0, 64), help="Also continue the N worst prompts.")
+@click.option(
+    "--prompts",
+    default=0,
+    type=click.IntRange(0, 64),
+    help="Also continue the N worst prompts: text up to where any checkpoint's KL is largest.",
+)
 @click.option("--baseline/--no-baseline", default=True, show_default=True, help="Also round the first to nearest.")
 @click.option("--report", type=OutputFile(), metavar="FILE", help="Write the result as an HTML page too.")
 @json_option
@@ -62,8 +67,8 @@ def command(
 
     Each is a Hugging Face folder, an engine checkpoint (out/NAME/convert, out/NAME/quantize), or a run's folder, which
     stands for both. All run in lockstep over the same text, one decoder layer of each in memory: perplexity, KL
-    divergence, stability of the most likely tokens, per position and per layer. The baseline is the first's weights
-    rounded to nearest, in the formats of the last that this project quantized.
+    divergence, stability of the most likely tokens, per position and, at a sample of the positions, per layer. The
+    baseline is the first's weights rounded to nearest, in the formats of the last that this project quantized.
     """
     from pipeline.evaluation.comparison import Plan, compare_subjects
     from pipeline.evaluation.numbers import spell_numbers
@@ -74,7 +79,7 @@ def command(
     plan = Plan(
         files=texts or (Path(HELDOUT),),
         tokens=tokens,
-        window=min(window, subjects[0].architecture.context_limit),
+        window=window,
         lengths=lengths,
         tasks=tasks,
         continuations=prompts,
@@ -88,7 +93,7 @@ def command(
     if as_json:
         print_json(document)
     else:
-        _print(document)
+        _print(document, prompts)
     if report is not None:
         click.echo(f"report: {report}", err=True)
 
@@ -115,7 +120,7 @@ COLUMNS: Sequence[tuple[str, str, Callable[[Any], str]]] = (
 )
 
 
-def _print(document: Mapping[str, Any]) -> None:
+def _print(document: Mapping[str, Any], prompts: int) -> None:
     rows, baseline = document["checkpoints"], document["baseline"]
     columns = COLUMNS if baseline else COLUMNS[:-1]
     table = [["checkpoint", *(title for _, title, _ in columns)]]
@@ -130,7 +135,8 @@ def _print(document: Mapping[str, Any]) -> None:
     print_table(table)
     others = rows[1:]
     _print_by(
-        "layer: relative RMS error and cosine of its output; KL and top-1 of what norm and head read in it",
+        "layer: relative RMS error and cosine of its output; KL and top-1 of what norm and head read in it at a sample "
+        f"of {rows[0]['layers'][0]['lens_positions']} positions",
         others,
         "layers",
         "layer",
@@ -139,8 +145,11 @@ def _print(document: Mapping[str, Any]) -> None:
     _print_by("positions: KL, top-1", others, "positions", "last", _spell_position)
     if rows[0]["context"]:
         _print_by("context: perplexity, entropy, KL", rows, "context", "length", _spell_context)
+    if prompts and not document["samples"]:
+        print_title("prompts: none, since nothing differs")
     for sample in document["samples"]:
-        print_title(f"prompt with KL {sample['kl']:.3g}: {sample['prompt'][-60:]!r}")
+        kl = _number(".3g")(sample["kl"])
+        print_title(f"prompt with KL {kl} of {sample['checkpoint']}: {sample['prompt'][-60:]!r}")
         print_table([(version["label"], repr(version["text"][:80])) for version in sample["continuations"]])
 
 

@@ -11,8 +11,9 @@ from typing import TYPE_CHECKING
 import click
 
 from pipeline.cli.options import config_argument, range_options, read_config
+from pipeline.cli.report import report_run
 from pipeline.cli.tables import format_bytes
-from pipeline.errors import GateError, PendingError, StoreError
+from pipeline.errors import GateError, PendingError
 
 if TYPE_CHECKING:
     from collections.abc import Iterable, Sequence
@@ -65,13 +66,13 @@ def command(
     try:
         made = executor.run(start=start, until=until, force=force)
     except GateError:
-        _report(config)
+        report_run(config)
         raise
     except PendingError as pending:
-        _report(config)
+        report_run(config)
         _tell_way_on(executor, config, [config_file, *(f"--set={override}" for override in overrides)], pending)
         ctx.exit(pending.exit_code)
-    page = _report(config) if "verify" in made else None  # once there is a proof to show
+    page = report_run(config) if "verify" in made else None  # once there is a proof to show
     _list_results(config, made, page)
     outcomes = executor.folder.read()
     if any(outcomes.get(stage, {}).get("state") == "made" for stage in made):  # told once: `plan` says it again
@@ -128,14 +129,3 @@ def _tell_way_on(executor: Executor, config: Config, arguments: Sequence[str], p
 def _name_program() -> str:
     """As it was called: a path where it is not found by name."""
     return "trtseek" if shutil.which("trtseek") else sys.argv[0]
-
-
-def _report(config: Config) -> Path | None:
-    """The run's page; None where a folder for reading only takes none: what was asked for is made all the same."""
-    from pipeline.stages.run_report import write_report
-
-    try:
-        return write_report(config)
-    except StoreError as error:
-        click.echo(f"note: no report is written: {error.message}", err=True)
-        return None

@@ -26,11 +26,12 @@ class OutputFile(click.Path):
 
     def convert(self, value: Any, param: click.Parameter | None, ctx: click.Context | None) -> Path:
         path = Path(os.fsdecode(super().convert(value, param, ctx)))
-        place = next(folder for folder in path.absolute().parents if folder.exists())
+        place = path.absolute().parent
         if path.is_dir():
             self.fail(f"{path} is a folder, where a file is to be written", param, ctx)
         if not place.is_dir():
-            self.fail(f"{path} cannot be written: {place} is no folder", param, ctx)
+            what = "is no folder" if place.exists() else "does not exist: make that folder first, or name another"
+            self.fail(f"{path} cannot be written: {place} {what}", param, ctx)
         if not os.access(place, os.W_OK | os.X_OK):
             self.fail(f"{path} cannot be written: {place} gives no permission", param, ctx)
         return path

@@ -3,11 +3,15 @@
 from __future__ import annotations
 
 from pathlib import Path
+from typing import TYPE_CHECKING
 
 import click
 
 from pipeline.cli.options import OutputFile, config_argument, read_config
 from pipeline.errors import StoreError
+
+if TYPE_CHECKING:
+    from pipeline.config.schema import Config
 
 
 @click.command(name="report")
@@ -26,3 +30,15 @@ def command(config_file: str, overrides: tuple[str, ...], output: Path | None) -
     if path is None:
         raise StoreError(f"{config.run_folder} shows no stage", hint="make some first: trtseek engine CONFIG")
     click.echo(path)
+
+
+def report_run(config: Config) -> Path | None:
+    """For verbs that make stages: the run's page. None where a folder for reading only takes none, which is noted: what
+    was asked for is made all the same."""
+    from pipeline.stages.run_report import write_report
+
+    try:
+        return write_report(config)
+    except StoreError as error:
+        click.echo(f"note: no report is written: {error.message}", err=True)
+        return None

@@ -8,10 +8,11 @@ from typing import TYPE_CHECKING
 import click
 
 from pipeline.cli.options import config_argument, json_option, print_json, read_config
+from pipeline.cli.report import report_run
 from pipeline.errors import GateError
 
 if TYPE_CHECKING:
-    from pathlib import Path
+    from pipeline.config.schema import Config
 
 
 @click.command(name="verify")
@@ -22,7 +23,8 @@ def command(config_file: str, overrides: tuple[str, ...], force: bool, as_json: 
     """Prove a config's checkpoints and measure what quantization cost.
 
     Runs the stages up to verify that are not made yet, and shows every gate with its value and bound. Leaves with 5
-    where one fails; its report is shown all the same, and kept in <output>/<name>/verify.failed.
+    where one fails; its report is shown all the same, and kept in <output>/<name>/verify.failed. What is made so far is
+    in <output>/<name>/report.html.
     """
     from pipeline.cli.source import check_source
     from pipeline.progress import make_reporter
@@ -35,16 +37,20 @@ def command(config_file: str, overrides: tuple[str, ...], force: bool, as_json: 
     try:
         executor.run(until="verify", force=("verify",) if force else ())
     except GateError:
-        _show(config.run_folder / "verify.failed", as_json)
+        _show(config, "verify.failed", as_json)
         raise
-    _show(config.run_folder / "verify", as_json)
+    _show(config, "verify", as_json)
 
 
-def _show(folder: Path, as_json: bool) -> None:
+def _show(config: Config, outcome: str, as_json: bool) -> None:
+    """`outcome`: the folder's name in the run's."""
     from pipeline.stages.network import PROOF
     from pipeline.stages.verify import SUMMARY
 
+    folder, page = config.run_folder / outcome, report_run(config)
     if as_json:
         print_json(json.loads((folder / PROOF).read_text(encoding="utf-8")))
     else:
         click.echo((folder / SUMMARY).read_text(encoding="utf-8"), nl=False)
+    if page is not None:
+        click.echo(f"report: {page}", err=True)

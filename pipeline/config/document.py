@@ -129,6 +129,11 @@ def parse(text: str, origin: Callable[[int], Origin]) -> Located:
         raise ConfigError(f"{origin(1)}: is nested too deeply") from error
 
 
+def name_kind(text: str) -> str:
+    """What a scalar is that is written so without quotes: "null", "bool", "int", "float" or "str"."""
+    return next((kind for kind, pattern, _ in _SCALARS if re.fullmatch(pattern, text)), "str")
+
+
 class _Converter:
     def __init__(self, origin: Callable[[int], Origin]) -> None:
         self.origin = origin

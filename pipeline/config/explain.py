@@ -8,7 +8,7 @@ from typing import Any, get_args
 
 from pydantic import BaseModel, ValidationError
 
-from pipeline.config.document import Located
+from pipeline.config.document import Located, name_kind
 from pipeline.config.schema import Config
 from pipeline.errors import ConfigError
 
@@ -32,6 +32,10 @@ _MESSAGES = {
     "string_too_short": "must not be empty",
     "string_pattern_mismatch": "must match {pattern}, not {input}",
 }
+
+# The scalars for which text is no substitute, and the kinds of YAML that are one.
+_SCALARS = {"int_type": ("int",), "float_type": ("int", "float"), "bool_type": ("bool",)}
+_NOT_FINITE = ("nan", "inf", "infinity")
 
 
 def explain(error: ValidationError, tree: Located) -> ConfigError:
@@ -87,13 +91,26 @@ def _suggest(item: Mapping[str, Any], path: tuple[str | int, ...]) -> str:
         choices = [choice.strip().strip("'") for choice in item["ctx"]["expected"].replace(" or ", ",").split(",")]
         near = difflib.get_close_matches(item["input"], choices, n=1)
         return f"did you mean {near[0]}?" if near else ""
-    if item["type"] in ("int_type", "float_type", "bool_type") and isinstance(item["input"], str):
-        return f"write {item['loc'][-1]} without quotes; only true and false are truth values"
+    if item["type"] in _SCALARS and isinstance(item["input"], str):
+        return _suggest_scalar(item)
     if item["type"] == "string_pattern_mismatch" and path == ("name",):
         return "set name: to letters, digits, '.', '_' and '-'; where it is left out the file's own name is taken"
     if item["type"] == "model_type" and item["input"] is None:
         return f"{item['loc'][-1]} is empty: give it settings or leave it out"
     return str(item.get("ctx", {}).get("hint", ""))
+
+
+def _suggest_scalar(item: Mapping[str, Any]) -> str:
+    """For text where there is to be a number or a truth value."""
+    text = item["input"]
+    if name_kind(text) in _SCALARS[item["type"]]:
+        return f"write {item['loc'][-1]} without quotes"
+    if item["type"] == "bool_type":
+        return "only true and false are truth values"
+    if text.lower().lstrip("+-.") in _NOT_FINITE:
+        return "numbers are finite; what can be turned off is off with null"
+    example = "0.05 or 1e-4" if item["type"] == "float_type" else "64"
+    return f"write {item['loc'][-1]} in digits, as {example}"
 
 
 def _suggest_key(path: tuple[str | int, ...]) -> str:

@@ -15,13 +15,15 @@ def _note_backend(case: Case) -> str | None:
 
 def _note_smaller_groups(case: Case) -> str | None:
     groups: Counter[tuple[str, int | None]] = Counter()
+    sizes = set()
     for linear in case.chosen:
-        if isinstance(linear.decision, str) or (linear.group and linear.group < linear.wanted):
+        if isinstance(linear.decision, str) or linear.decision.is_smaller:
             groups[re.sub(r"\b\d+\b", "*", linear.name), linear.group] += linear.count
+            sizes.add(linear.wanted)
     texts = [
         f"{name} ({n}x): {f'groups of {group}' if group else 'stays 16-bit'}" for (name, group), n in groups.items()
     ]
-    wanted = ", ".join(sorted({str(linear.wanted) for linear in case.chosen}))
+    wanted = ", ".join(map(str, sorted(sizes, reverse=True)))
     return f"group size {wanted} does not divide every input: {'; '.join(texts)}" if texts else None
 
 

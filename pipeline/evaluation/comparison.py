@@ -14,7 +14,7 @@ from pipeline.evaluation.accuracy import Accuracy, measure_accuracy
 from pipeline.evaluation.baseline import make_baseline
 from pipeline.evaluation.continuations import continue_worst
 from pipeline.evaluation.drift import measure_drift
-from pipeline.evaluation.measurement import Measure, measure
+from pipeline.evaluation.measurement import Measure, find_peaks, measure
 from pipeline.evaluation.subject import check_alike
 from pipeline.evaluation.tasks import read_tasks
 from pipeline.evaluation.windows import cut_windows, read_tokens
@@ -22,6 +22,7 @@ from pipeline.evaluation.windows import cut_windows, read_tokens
 if TYPE_CHECKING:
     from pathlib import Path
 
+    from pipeline.evaluation.schedule import TokenSequence
     from pipeline.evaluation.subject import Subject
     from pipeline.progress import Progress
 
@@ -30,14 +31,16 @@ DRIFT_CHUNK = 512  # tokens of a long context prefilled at a time
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Plan:
-    """What to measure. `files`: held-out text; `tokens` of it in windows of `window`. `lengths`: contexts whose drift
-    is measured, on `texts` texts; none: not measured. `tasks`: JSONL files. `continuations`: prompts of
-    `new_tokens` each. `baseline`: whether the held-out text also goes through the original rounded to nearest, in
-    the formats of the last checkpoint that has such a baseline. `settings` are what messages call these."""
+    """What to measure. `files`: held-out text; `tokens` of it in windows of `window`, at most `longest` (None: the
+    model's context). `lengths`: contexts whose drift is measured, on `texts` texts; none: not measured. `tasks`: JSONL
+    files. `continuations`: prompts of `new_tokens` each. `baseline`: whether the held-out text also goes through the
+    original rounded to nearest, in the formats of the last checkpoint that has such a baseline. `settings` are what
+    messages call these."""
 
     files: Sequence[Path]
     tokens: int
     window: int
+    longest: int | None = None
     lengths: Sequence[int] = ()
     texts: int = 1
     tasks: Sequence[Path] = ()
@@ -49,7 +52,7 @@ class Plan:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Comparison:
-    """Per checkpoint, the original first; empty where not asked for. `samples`: worst prompts of the last one.
+    """Per checkpoint, the original first; empty where not asked for. `samples`: the worst prompts of all.
     `baseline`: the text quality of rounding to nearest, None where that is no other checkpoint."""
 
     sizes: list[int]
@@ -90,14 +93,14 @@ def compare_subjects(
     tokens = read_tokens(subjects[0].tokenizer, plan.files, setting=plan.settings["files"])
     origin = ", ".join(map(str, plan.files))
     _check_lengths(subjects[0], plan.lengths)
-    windows = cut_windows(tokens, total=plan.tokens, window=plan.window, origin=origin, first=subjects[0].begin)
+    windows = _cut(subjects[0], tokens, plan, origin, progress)
     others = subjects[:0:-1] if plan.baseline else ()
     baselines = (make_baseline(subjects[0], other) for other in others)
     baseline = next(filter(None, baselines), None)
     measured = [*subjects, baseline] if baseline else list(subjects)
     found = measure(measured, windows, progress, folder=folder)
     quality = found[: len(subjects)]
-    peaks = quality[-1].find_peaks(plan.continuations)
+    peaks = find_peaks(quality[1:], plan.continuations)
     samples = continue_worst(subjects, windows, peaks, plan.new_tokens, progress)
     drift: list[list[dict[str, Any]]] = []
     if plan.lengths:
@@ -121,6 +124,20 @@ def compare_subjects(
         samples=samples,
         baseline=found[-1] if baseline else None,
     )
+
+
+def _cut(subject: Subject, tokens: Sequence[int], plan: Plan, origin: str, progress: Progress) -> list[TokenSequence]:
+    """The windows to score. What was asked for and cannot be had is noted."""
+    window = min(plan.window, plan.longest or subject.architecture.context_limit)
+    if window < plan.window:
+        progress.note(f"windows of {window} tokens, the longest context here; {plan.window} were asked for")
+    windows = cut_windows(tokens, total=plan.tokens, window=window, origin=origin, first=subject.begin)
+    if len(windows) < plan.tokens // window:
+        progress.note(
+            f"{len(windows) * window} tokens are scored, {plan.tokens} were asked for: {origin} holds {len(tokens)}, "
+            f"in whole windows of {window}"
+        )
+    return windows
 
 
 def _check_lengths(subject: Subject, lengths: Sequence[int]) -> None:

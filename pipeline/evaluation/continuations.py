@@ -1,7 +1,7 @@
 """The worst prompts side by side: what each checkpoint goes on to say from where they disagree most.
 
-A prompt is held-out text up to the position with the largest KL divergence of its window, so that the first token
-generated is the one that quantization moved furthest.
+A prompt is held-out text up to the position with the largest KL divergence of its window, whichever checkpoint's, so
+that the first token generated is the one that quantization moved furthest.
 """
 
 from __future__ import annotations
@@ -28,8 +28,8 @@ def continue_worst(
     tokens: int,
     progress: Progress,
 ) -> list[dict[str, Any]]:
-    """A record per peak: the prompt, KL there, and per checkpoint its text, what of that agrees with the original's,
-    and the place of the first other token (None: they agree to the end)."""
+    """A record per peak: the prompt, KL there and which checkpoint's, and per checkpoint its text, what of that agrees
+    with the original's, and the place of the first other token (None: they agree to the end)."""
     if not peaks:
         return []
     tokenizer = load_tokenizer(subjects[0].tokenizer)
@@ -52,5 +52,6 @@ def continue_worst(
             # Bytes of one character may be several tokens: what is decoded apart need not begin the whole.
             agreed = whole[: count_shared(agreed, whole)]
             versions.append({"label": subject.label, "text": whole, "agreed": agreed, "first_difference": first})
-        records.append({"prompt": tokenizer.decode(prompts[i]), "kl": peak.kl, "continuations": versions})
+        prompt = tokenizer.decode(prompts[i])
+        records.append({"prompt": prompt, "kl": peak.kl, "checkpoint": peak.label, "continuations": versions})
     return records

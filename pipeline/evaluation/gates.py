@@ -56,7 +56,8 @@ def enforce(gates: Sequence[Gate], report: str) -> None:
     failed = [gate for gate in gates if gate.passed is False]
     if not failed:
         return
-    lines = [f"{len(failed)} of {len(gates)} verification gates failed (report: {report})"]
+    judged = sum(gate.passed is not None for gate in gates)
+    lines = [f"{len(failed)} of {judged} verification gates failed (report: {report})"]
     for gate in failed:
         blame = f"; {gate.blame}" if gate.blame else ""
         lines.append(

@@ -40,7 +40,7 @@ BLOCK_SIZE = 64
 
 @dataclass(slots=True)
 class LayerTally:
-    """Sums over positions of the states after each layer [L], and of what the lens reads in them."""
+    """Sums over positions of the states after each layer [L]; `lens`: of what the lens reads in a sample of them."""
 
     difference: list[float]
     norm: list[float]
@@ -60,12 +60,14 @@ class LayerTally:
         return [math.sqrt(difference / norm) if norm else 0.0 for difference, norm in pairs]
 
     def to_json(self) -> list[dict[str, float]]:
+        """`lens_positions`: how many of the positions kl, top1 and top5 are of; error and cosine are of all."""
         return [
             {
                 "layer": layer,
                 "error": self.error[layer],
                 "cosine": self.cosine[layer] / self.rows[layer] if self.rows[layer] else math.nan,
                 **{name: self.lens[layer].mean(name) for name in ("kl", "top1", "top5")},
+                "lens_positions": self.lens[layer].tokens,
             }
             for layer in range(len(self.rows))
         ]
@@ -73,11 +75,18 @@ class LayerTally:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Peak:
-    """The position of a sequence where KL is largest: the token after it is where the checkpoints disagree most."""
+    """The position of a sequence where a checkpoint's KL is largest: the token after it is where that one and the
+    original disagree most. `label` is the checkpoint's."""
 
+    label: str
     sequence: int
     place: int
     kl: float
+
+    @property
+    def badness(self) -> float:
+        """KL, by which peaks are ordered: what is not finite is the worst."""
+        return self.kl if math.isfinite(self.kl) else math.inf
 
 
 @dataclass(slots=True)
@@ -101,11 +110,6 @@ class Measure:
         broken = (i for i, error in enumerate(errors) if not math.isfinite(error))
         return next(broken, errors.index(max(errors)))
 
-    def find_peaks(self, count: int) -> list[Peak]:
-        """The worst positions, at most one of each sequence, the worst first."""
-        ordered = sorted(self.peaks.values(), key=lambda peak: (-peak.kl, peak.sequence))
-        return ordered[:count]
-
     def to_json(self) -> dict[str, Any]:
         t = self.tally
         return {
@@ -121,6 +125,17 @@ class Measure:
             "positions": t.buckets(),
             "layers": self.layers.to_json(),
         }
+
+
+def find_peaks(measures: Sequence[Measure], count: int) -> list[Peak]:
+    """The worst positions of all checkpoints, at most one of each sequence, the worst first; none where nothing
+    differs."""
+    worst: dict[int, Peak] = {}
+    for peak in (peak for each in measures for peak in each.peaks.values()):
+        known = worst.get(peak.sequence)
+        if peak.badness > 0 and (known is None or peak.badness > known.badness):
+            worst[peak.sequence] = peak
+    return sorted(worst.values(), key=lambda peak: (-peak.badness, peak.sequence))[:count]
 
 
 def measure(
@@ -227,4 +242,4 @@ def _keep_peaks(measure: Measure, scores: Scores, owners: torch.Tensor, places: 
         _, place, kl = max(group, key=lambda row: row[2] if math.isfinite(row[2]) else math.inf)
         known = measure.peaks.get(sequence)
         if known is None or not kl <= known.kl:
-            measure.peaks[sequence] = Peak(sequence=sequence, place=place, kl=kl)
+            measure.peaks[sequence] = Peak(label=measure.label, sequence=sequence, place=place, kl=kl)

@@ -17,7 +17,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from pipeline.errors import ConfigError
+from pipeline.errors import ConfigError, spell_reason
 
 KEYS = {"prompt", "choices", "answer", "max_tokens", "task", "id"}
 DEFAULT_TASK = {True: "choice", False: "exact match"}
@@ -65,7 +65,7 @@ def _read_file(path: Path, setting: str) -> Iterator[Item]:
     try:
         lines = path.read_text(encoding="utf-8").split("\n")
     except (OSError, UnicodeDecodeError) as error:
-        raise ConfigError(f"{path}: {error}", hint=f"{setting} names JSONL files, UTF-8") from error
+        raise ConfigError(f"{path}: {spell_reason(error)}", hint=f"{setting} names JSONL files, UTF-8") from error
     for number, line in enumerate(lines, 1):
         if line.strip():
             yield _parse(line, f"{path}:{number}")

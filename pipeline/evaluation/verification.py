@@ -156,7 +156,8 @@ def _plan(settings: Verify, spec: NetworkSpec) -> Plan:
     return Plan(
         files=heldout.files,
         tokens=heldout.tokens,
-        window=min(heldout.window, spec.max_seq_len),
+        window=heldout.window,
+        longest=spec.max_seq_len,
         lengths=settings.context.lengths,
         texts=settings.context.texts,
         tasks=settings.tasks,

@@ -19,6 +19,7 @@ from typing import TYPE_CHECKING
 
 import torch
 
+from pipeline.progress import SILENT, Progress
 from pipeline.quantization.hidden_states import HiddenStates
 
 if TYPE_CHECKING:
@@ -58,17 +59,29 @@ class Head:
         return torch.cat(parts).view_as(hidden)
 
 
-def write_head_gradients(head: Head, states: HiddenStates, targets: Sequence[HiddenStates], *, seed: int) -> None:
-    """Of the last layer's output `states`, one file of `targets` per draw."""
+def write_head_gradients(
+    head: Head, states: HiddenStates, targets: Sequence[HiddenStates], *, seed: int, progress: Progress = SILENT
+) -> None:
+    """Of the last layer's output `states`, one file of `targets` per draw. Advances `progress` by a pass for every
+    sample and draw."""
     for draw, target in enumerate(targets):
         chance = torch.Generator().manual_seed(seed * 1009 + draw)
-        target.write(head.gradient(hidden, chance) for hidden in states.batches())
+        with target.writer() as write:
+            for hidden in states.batches():
+                write(head.gradient(hidden, chance))
+                progress.advance(len(hidden))
 
 
 def write_layer_gradients(
-    layer: LayerRunner, states: HiddenStates, above: Sequence[HiddenStates], below: Sequence[HiddenStates]
+    layer: LayerRunner,
+    states: HiddenStates,
+    above: Sequence[HiddenStates],
+    below: Sequence[HiddenStates],
+    *,
+    progress: Progress = SILENT,
 ) -> None:
-    """Gradients of a layer's input from those of its output, draw by draw; the layer's input is in `states`."""
+    """Gradients of a layer's input from those of its output, draw by draw; the layer's input is in `states`. Advances
+    `progress` by a pass for every sample and draw."""
     with ExitStack() as stack:
         writers = [stack.enter_context(target.writer()) for target in below]
         for hidden, *gradients in zip(states.batches(), *(source.batches() for source in above), strict=True):
@@ -77,6 +90,7 @@ def write_layer_gradients(
                 output = layer.run(leaf)
             for i, (gradient, write) in enumerate(zip(gradients, writers, strict=True)):
                 write(torch.autograd.grad(output, leaf, gradient, retain_graph=i + 1 < len(writers))[0])
+                progress.advance(len(hidden))
 
 
 class LayerRunner:

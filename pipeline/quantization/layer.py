@@ -151,11 +151,14 @@ def _take(
     plan.treatments.update(choice.treatments)
     for name in group.linears:
         plan.losses[name] = choice.losses
-        treatment = choice.treatments.get(name, PLAIN)
+        treatment, linear = choice.treatments.get(name, PLAIN), linears[name]
+        vector = plan.adjustments.dtype.itemsize * linear.shape[1] if name in plan.adjustments.vectors else 0
         plan.rows[name] = {
-            "method": linears[name].method,
-            "format": linears[name].format,
-            "group_size": linears[name].group,
+            "method": linear.method,
+            "format": linear.format,
+            "group_size": linear.group,
+            "weights": linear.shape[0] * linear.shape[1],
+            "bytes": FORMATS[linear.format].nbytes(linear.shape, linear.group) + vector,
             "alpha": choice.alpha,
             "scale": place,
             "scale_group": group.name,

@@ -64,12 +64,14 @@ class Propagation:
             return files
         self.require_states(layer + 1)
         if layer == last:
-            self.progress.start("gradients of the logits", 1, "passes")
             states = self.states(last + 1)
-            write_head_gradients(Head(self.source), states, files, seed=self.seed)
+            self.progress.start("gradients of the logits", self.effort.samples * len(files), "passes")
+            write_head_gradients(Head(self.source), states, files, seed=self.seed, progress=self.progress)
         else:
             above = self.gradients_above(layer + 1)
-            write_layer_gradients(self.load(layer + 1, self.source), self.states(layer + 1), above, files)
+            runner, passes = self.load(layer + 1, self.source), self.effort.samples * len(files)
+            self.progress.start(f"gradients of layer {layer + 1}", passes, "passes")
+            write_layer_gradients(runner, self.states(layer + 1), above, files, progress=self.progress)
         self.workspace.finish(f"gradients-{layer + 1}", [file.path for file in files])
         return files
 

@@ -101,12 +101,8 @@ class _Run:
 
     def announce(self) -> None:
         """Notes what the rules decided against the wish, and refuses what the disk could not hold."""
-        smaller = self.selection.smaller_groups(self.settings.group_size)
-        if smaller:
-            sizes = ", ".join(str(size) for size in sorted(set(smaller.values()), reverse=True))
-            self.progress.note(
-                f"{len(smaller)} linears get groups of {sizes}: {self.settings.group_size} does not divide their input"
-            )
+        for line in self.selection.describe_smaller():
+            self.progress.note(line)
         for pattern in self.selection.idle_patterns:
             self.progress.note(f"exclude pattern {pattern} matches no linear")
         # Before a layer, behind it, and what its experts read.
@@ -187,7 +183,7 @@ class _Run:
             calibration=self._describe_calibration(),
             linears={name: row for part in parts for name, row in part["linears"].items()},
             unquantized=dict(self.selection.kept),
-            smaller_groups=self.selection.smaller_groups(self.settings.group_size),
+            smaller_groups=self.selection.smaller_groups,
             idle_patterns=list(self.selection.idle_patterns),
             experts={str(layer): part["experts"] for layer, part in enumerate(parts) if part["experts"]},
             coverage=summarize({str(layer): part["coverage"] for layer, part in enumerate(parts) if part["coverage"]}),

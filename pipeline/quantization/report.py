@@ -21,6 +21,8 @@ if TYPE_CHECKING:
     from pipeline.quantization.settings import QuantizeSettings
 
 REPORT = "quantization.json"
+DERIVED = ("ratio", "linears_ratio", "heat_map")  # of its keys, those that follow from the others
+BYTES_16BIT = 2
 # Of a linear's row, what is looked up in a table: the file may be of another version's, or edited.
 KNOWN: Mapping[str, Callable[[Mapping[str, Any]], tuple[object, ...]]] = {
     "method": lambda row: tuple(METHODS),
@@ -31,7 +33,8 @@ KNOWN: Mapping[str, Callable[[Mapping[str, Any]], tuple[object, ...]]] = {
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class QuantizationReport:
-    """`linears`: by name, group size, alpha, where the scale went, whether clipped, output error before and after.
+    """`linears`: by name, group size, how many weights in how many bytes (scales and vector included), alpha, where the
+    scale went, whether clipped, output error before and after.
 
     `unquantized`: the other weight matrices, with the reason. `experts`: by routed layer, calibration tokens per expert
     and the policy applied to those with too few. `coverage`: whether the text says enough, see coverage.py. Losses are
@@ -53,25 +56,32 @@ class QuantizationReport:
 
     @property
     def ratio(self) -> float:
-        """Size after over size before."""
+        """Of the whole checkpoint, size after over size before."""
         return self.bytes_after / self.bytes_before
+
+    @property
+    def linears_ratio(self) -> float:
+        """Of the linears that were quantized alone, over their size in 16 bits."""
+        rows = self.linears.values()
+        stored, weights = (sum(int(row[key]) for row in rows) for key in ("bytes", "weights"))
+        return stored / (BYTES_16BIT * weights)
 
     @property
     def heat_map(self) -> list[dict[str, Any]]:
         """A row per layer and scale group, the groups of a layer's experts as one: how large the outputs' errors are.
 
         layer; group: the linear that names it, relative to the layer, experts as "*"; linears: how many; method;
-        format; alpha: the mean of those that have one; clipped: the share of the linears; loss_before and loss_after:
-        the mean of the linears' losses, null where nothing was measured.
+        format; group_size: null in formats without; alpha: the mean of those that have one; clipped: the share of the
+        linears; loss_before and loss_after: the mean of the linears' losses, null where nothing was measured.
         """
-        cells: dict[tuple[int, str, str], list[dict[str, Any]]] = {}
+        cells: dict[tuple[int, str, str, int | None], list[dict[str, Any]]] = {}
         for row in self.linears.values():
             _, _, rest = row["scale_group"].partition(".layers.")
             if not rest:  # the head: behind the layers, where nothing is measured
                 continue
             layer, _, group = rest.partition(".")
             place = re.sub(r"\.experts\.\d+\.", ".experts.*.", group)
-            cells.setdefault((int(layer), place, row["method"]), []).append(row)
+            cells.setdefault((int(layer), place, row["method"], row["group_size"]), []).append(row)
         return [
             {
                 "layer": layer,
@@ -79,12 +89,13 @@ class QuantizationReport:
                 "linears": len(rows),
                 "method": method,
                 "format": rows[0]["format"],
+                "group_size": group_size,
                 "alpha": _average(rows, "alpha"),
                 "clipped": sum(row["clipped"] for row in rows) / len(rows),
                 "loss_before": _average(rows, "loss_before"),
                 "loss_after": _average(rows, "loss_after"),
             }
-            for (layer, group, method), rows in cells.items()
+            for (layer, group, method, group_size), rows in cells.items()
         ]
 
     def to_json(self) -> dict[str, Any]:
@@ -96,6 +107,7 @@ class QuantizationReport:
             "bytes_before": self.bytes_before,
             "bytes_after": self.bytes_after,
             "ratio": round(self.ratio, 6),
+            "linears_ratio": round(self.linears_ratio, 6),
             "smaller_groups": self.smaller_groups,
             "idle_patterns": self.idle_patterns,
             "coverage": self.coverage,
@@ -114,7 +126,7 @@ class QuantizationReport:
         format or group size that this version has not."""
         try:
             values = json.loads(path.read_text(encoding="utf-8"))
-            kept = {key: value for key, value in values.items() if key not in ("ratio", "heat_map")}
+            kept = {key: value for key, value in values.items() if key not in DERIVED}
             report = QuantizationReport(**kept)
             rows = {name: {key: row[key] for key in KNOWN} for name, row in report.linears.items()}
         except (ValueError, TypeError, AttributeError, KeyError) as error:

@@ -36,7 +36,7 @@ HEAD_HINT = (
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Linear:
     """A linear to quantize: `name` without ".weight", `layer` None of the head, `shape` (out, in), `method` a key of
-    METHODS, `group` input features per scale in a grouped format."""
+    METHODS, `group` input features per scale in a grouped format, `wanted` those asked for where they are more."""
 
     name: str
     role: str
@@ -45,6 +45,7 @@ class Linear:
     shape: tuple[int, int]
     method: str
     group: int | None
+    wanted: int | None = None
 
     @property
     def format(self) -> str:
@@ -72,9 +73,23 @@ class Selection:
     kept: Mapping[str, str]
     idle_patterns: tuple[str, ...]
 
-    def smaller_groups(self, wanted: int) -> dict[str, int]:
-        """Linears with a smaller group than `wanted`, mostly since that does not divide them."""
-        return {name: x.group for name, x in self.linears.items() if x.group is not None and x.group < wanted}
+    @property
+    def smaller_groups(self) -> dict[str, int]:
+        """Linears with a smaller group than was asked for of each, since that does not divide its input."""
+        return {name: x.group_size for name, x in self.linears.items() if x.wanted is not None}
+
+    def describe_smaller(self) -> list[str]:
+        """A line per size that was asked for and does not divide."""
+        fits: dict[int, list[int]] = {}
+        for linear in self.linears.values():
+            if linear.wanted is not None:
+                fits.setdefault(linear.wanted, []).append(linear.group_size)
+        lines = []
+        for wanted, sizes in sorted(fits.items(), reverse=True):
+            which, whose = ("1 linear gets", "its") if len(sizes) == 1 else (f"{len(sizes)} linears get", "their")
+            given = ", ".join(map(str, sorted(set(sizes), reverse=True)))
+            lines.append(f"{which} groups of {given}: {wanted} does not divide {whose} input")
+        return lines
 
 
 def choose_linears(mappings: Iterable[TensorMapping], tensors: Mapping[str, TensorInfo], rules: Rules) -> Selection:
@@ -119,6 +134,7 @@ def choose_linears(mappings: Iterable[TensorMapping], tensors: Mapping[str, Tens
                 shape=(rows, columns),
                 method=decision.method,
                 group=decision.group,
+                wanted=decision.wanted if decision.is_smaller else None,
             )
     if not linears:
         raise CompatibilityError(

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 from collections import Counter
 from collections.abc import Callable, Iterable, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Literal, get_args
 
 from pipeline.checkpoint.layouts.scales import BLOCK
@@ -111,14 +111,21 @@ MIXED = "MIXED_PRECISION"  # TensorRT-LLM's name for more than one of them
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Decision:
-    """What becomes of a linear: a key of METHODS, and for a grouped format its inputs per scale."""
+    """What becomes of a linear: a key of METHODS, and for a grouped format its inputs per scale. `wanted`: how many
+    were asked for, which is no part of what becomes of it."""
 
     method: str
     group: int | None
+    wanted: int | None = field(default=None, compare=False)
 
     @property
     def format(self) -> str:
         return METHODS[self.method].format
+
+    @property
+    def is_smaller(self) -> bool:
+        """Whether the group is smaller than the one that this linear was to have, which does not divide its input."""
+        return self.group is not None and self.wanted is not None and self.group < self.wanted
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -251,7 +258,7 @@ def fit(method: str, shape: Sequence[int], group_size: int) -> Decision | str:
     if group is None:
         sizes = ", ".join(str(size) for size in GROUP_SIZES if size <= group_size)
         return f"no group of {sizes} divides its {columns} input features"
-    return Decision(method=method, group=group)
+    return Decision(method=method, group=group, wanted=group_size)
 
 
 def pick_group(shape: Sequence[int], wanted: int) -> int | None:

@@ -17,7 +17,7 @@ from typing import TYPE_CHECKING, Any
 
 from pipeline import __version__
 from pipeline.digest import sha256_file
-from pipeline.errors import PackageError
+from pipeline.errors import PackageError, spell_reason
 from pipeline.progress import SILENT, Progress
 
 if TYPE_CHECKING:
@@ -140,7 +140,9 @@ def find_wrong_sizes(folder: Path) -> list[str]:
         entries = json.loads((folder / MANIFEST).read_text(encoding="utf-8"))["files"]
         wanted = {str(name): int(entry["size"]) for name, entry in entries.items()}
     except (*DAMAGED, OSError) as error:
-        raise PackageError(f"{folder / MANIFEST}: is not a manifest: {error}", hint="package it again") from error
+        raise PackageError(
+            f"{folder / MANIFEST}: is not a manifest: {spell_reason(error)}", hint="package it again"
+        ) from error
     problems = []
     for name, size in sorted(wanted.items()):
         if not (folder / name).is_file():
@@ -193,7 +195,9 @@ def _parse_sums(path: Path) -> Iterator[tuple[str, str]]:
     try:
         text = path.read_text(encoding="utf-8")
     except (OSError, UnicodeDecodeError) as error:
-        raise PackageError(f"{path}: {error}", hint="a release has this file beside its manifest") from error
+        raise PackageError(
+            f"{path}: {spell_reason(error)}", hint="a release has this file beside its manifest"
+        ) from error
     for number, line in enumerate(text.splitlines(), 1):
         digest, separator, name = line.partition("  ")
         is_hex = len(digest) == 64 and all(c in "0123456789abcdef" for c in digest)
@@ -207,6 +211,6 @@ def _check_manifest(path: Path, sums: Mapping[str, str]) -> None:
         files = json.loads(path.read_text(encoding="utf-8"))["files"]
         listed = {name: entry["sha256"] for name, entry in files.items()}
     except (*DAMAGED, OSError) as error:
-        raise PackageError(f"{path}: is not a manifest: {error}") from error
+        raise PackageError(f"{path}: is not a manifest: {spell_reason(error)}") from error
     if listed != {name: digest for name, digest in sums.items() if name != MANIFEST}:
         raise PackageError(f"{path} and {SUMS} list different files or digests", hint="one of them was edited")

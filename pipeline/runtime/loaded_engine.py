@@ -14,7 +14,7 @@ from typing import TYPE_CHECKING, Any
 
 from pipeline.engine.description import EngineDescription
 from pipeline.engine.limits import STRIPPED
-from pipeline.errors import CompatibilityError
+from pipeline.errors import CompatibilityError, spell_reason
 from pipeline.progress import format_amount
 from pipeline.runtime.device import Device, short_of_memory
 from pipeline.runtime.errors import RunnerError
@@ -146,7 +146,9 @@ class LoadedEngine:
                         )
                 engine = runtime.deserialize_cuda_engine(data)
         except (OSError, ValueError) as error:
-            raise CompatibilityError(f"{path} cannot be read: {error}", hint="copy the package again") from None
+            raise CompatibilityError(
+                f"{path} cannot be read: {spell_reason(error)}", hint="copy the package again"
+            ) from None
         if engine is None:
             free, total = self.device.memory()
             raise CompatibilityError(

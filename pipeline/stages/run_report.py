@@ -16,12 +16,13 @@ from pipeline.stages.graph import NAMES
 from pipeline.stages.run_folder import RunFolder
 
 if TYPE_CHECKING:
+    from collections.abc import Iterable
     from pathlib import Path
 
     from pipeline.config.schema import Config
 
 PAGE = "report.html"
-VERSION = 3  # of the page; one of another version is written again
+VERSION = 4  # of the page; one of another version is written again
 DOCUMENTS = {"verify": "verify.json", "quantize": "quantization.json"}
 
 
@@ -42,7 +43,8 @@ def write_report(config: Config, path: Path | None = None) -> Path | None:
 
 
 def outline_run(config: Config) -> dict[str, Any]:
-    """Stages with times and sizes, by their markers alone. A failed verify stage counts: it has a report, too."""
+    """Stages with times and sizes, by their markers and the files themselves. A failed verify stage counts: it has a
+    report, too."""
     folder = config.run_folder
     records = RunFolder(folder).read()
     stages, sizes, prints = [], [], []
@@ -53,6 +55,7 @@ def outline_run(config: Config) -> dict[str, Any]:
         entry = records.get(name, {})
         try:
             artifact = read_marker(place)
+            size = _measure(place / file for file in artifact.files)
         except (OSError, DamagedError):
             if failed.exists() and entry:
                 stages.append({"name": name, "seconds": entry["seconds"], "bytes": 0, "state": "failed"})
@@ -61,7 +64,7 @@ def outline_run(config: Config) -> dict[str, Any]:
         stages.append({"name": name, "seconds": artifact.seconds, "bytes": artifact.nbytes, "state": ""})
         prints.append([name, artifact.fingerprint, artifact.content, artifact.seconds])
         if name in SIZED:
-            sizes.append({"name": SIZED[name], "bytes": _measure(artifact.files, name)})
+            sizes.append({"name": SIZED[name], "bytes": size})
     return {
         "key": digest_json([VERSION, config.name, prints]),
         "name": config.name,
@@ -75,22 +78,34 @@ def outline_run(config: Config) -> dict[str, Any]:
 def _read_documents(folder: Path) -> dict[str, Any]:
     """The JSON of the stages that say more."""
     verification, quantization = (_read(folder, name, file) for name, file in DOCUMENTS.items())
-    return {"verify": verification, "quantization": quantization, "ratio": _ratio(quantization)}
+    return {"verify": verification, "quantization": quantization}
 
 
-# Stage -> what of it has a size worth a bar; the suffixes of its files.
-SIZED = {"convert": "16-bit weights", "quantize": "quantized weights", "build": "engine"}
-SUFFIXES = {"convert": ".safetensors", "quantize": ".safetensors", "build": ".engine"}
+WEIGHTS, ENGINE = ".safetensors", ".engine"
+# Stage -> what of it has a size worth a bar.
+SIZED = {"convert": "converted weights", "quantize": "quantized weights", "build": "engine"}
 
 
-def _measure(files: Any, stage: str) -> int:
-    return sum(record.size for name, record in files.items() if name.endswith(SUFFIXES[stage]))
+def _measure(files: Iterable[Path]) -> int:
+    """Bytes of weights and engines among them. Raises OSError."""
+    return sum(
+        _count_weights(file) if file.suffix == WEIGHTS else file.stat().st_size
+        for file in files
+        if file.suffix in (WEIGHTS, ENGINE)
+    )
+
+
+def _count_weights(file: Path) -> int:
+    """Bytes of a safetensors file's tensors, as the quality table counts them: all that follows the header, whose
+    length the first 8 bytes give."""
+    with open(file, "rb") as opened:
+        header = int.from_bytes(opened.read(8), "little")
+    return max(0, file.stat().st_size - 8 - header)
 
 
 def _measure_source(config: Config) -> int | None:
     with suppress(OSError):
-        shards = [file.stat().st_size for file in config.model.path.iterdir() if file.suffix == ".safetensors"]
-        return sum(shards) or None
+        return _measure(config.model.path.iterdir()) or None
     return None
 
 
@@ -99,13 +114,6 @@ def _read(folder: Path, stage: str, name: str) -> Any:
         with suppress(OSError, ValueError):
             return json.loads((place / name).read_text(encoding="utf-8"))
     return None
-
-
-def _ratio(quantization: Any) -> float | None:
-    """Of the linears that were quantized, their size now over what it was."""
-    if not quantization or not quantization.get("bytes_before"):
-        return None
-    return float(quantization["bytes_after"]) / float(quantization["bytes_before"])
 
 
 def _is_current(path: Path, key: str) -> bool:

@@ -64,7 +64,7 @@ def _run(context: StageContext) -> None:
 
 STAGE = Stage(
     name="verify",
-    version=4,
+    version=5,
     run=_run,
     inputs=("convert", "quantize"),
     sources=_sources,

@@ -18,7 +18,7 @@ from pathlib import Path, PurePath
 from typing import TYPE_CHECKING, Any
 
 from pipeline.digest import digest_file
-from pipeline.errors import BuildError, PackageError
+from pipeline.errors import BuildError, PackageError, spell_reason
 from pipeline.progress import SILENT, Progress
 from pipeline.triton import MODEL_REPO
 from pipeline.triton.backend.belonging import FORMAT
@@ -195,7 +195,7 @@ def _read_json(path: Path) -> dict[str, Any]:
     try:
         value = json.loads(path.read_text(encoding="utf-8"))
     except (OSError, ValueError, RecursionError) as error:
-        raise PackageError(f"{path}: {error}", hint="run the build stage again") from error
+        raise PackageError(f"{path}: {spell_reason(error)}", hint="run the build stage again") from error
     if not isinstance(value, dict):
         raise PackageError(f"{path}: does not hold a JSON object", hint="run the build stage again")
     return value

@@ -3,12 +3,14 @@
 from __future__ import annotations
 
 import json
+import re
 from pathlib import Path
 
 import pytest
 
 from pipeline.cli import main
 from pipeline.errors import GateError
+from pipeline.evaluation.report.words import spell_bytes
 from tests import fixtures
 from tests.evaluation.support import convert
 
@@ -42,10 +44,33 @@ def test_all_checkpoints_come_in_one_table(checkpoints, invoke, tmp_path):
     assert perplexity[paths[0]] == perplexity[paths[1]] != perplexity[paths[2]]
     assert table[paths[1]][4:] == ["1.0000", "0", "0", "100.00%", "100.00%", table[paths[0]][-1]]
     assert float(table[paths[2]][5]) > 0.1
-    for title in ("layer:", "positions:", "context:", "prompt with KL"):
+    for title in ("layer:", "in it at a sample of 16 positions", "positions:", "context:", "prompt with KL"):
         assert title in result.stdout
     assert "token layers/s" in result.stderr
     assert (tmp_path / "c.html").read_text().startswith("<!doctype html>")
+
+
+def test_the_worst_prompts_say_whose_they_are(checkpoints, invoke):
+    first, same, other, text, _ = checkpoints
+    options = ("--text", text, "--tokens", "64", "--window", "32", "--no-baseline", "--prompts", "1")
+    shown = invoke("compare", first, other, same, *options).stdout
+    assert re.search(rf"prompt with KL [\d.]+ of {re.escape(other)}: '.", shown)
+    samples = json.loads(invoke("compare", first, other, same, *options, "--json").stdout)["samples"]
+    assert [sample["checkpoint"] for sample in samples] == [other]
+    shown = invoke("compare", first, first, *options).stdout
+    assert "prompts: none, since nothing differs" in shown and "prompt with" not in shown
+    assert json.loads(invoke("compare", first, first, *options, "--json").stdout)["samples"] == []
+
+
+def test_what_was_asked_for_and_is_not_to_be_had_is_noted(checkpoints, invoke):
+    first, same, *_, text, _ = checkpoints
+    options = ("--text", text, "--no-baseline", "--json")
+    result = invoke("compare", first, same, *options, "--tokens", "100000000", "--window", "9000")
+    assert "windows of 256 tokens, the longest context here; 9000 were asked for" in result.stderr
+    scored = json.loads(result.stdout)["checkpoints"][0]["tokens"]
+    assert scored == 255 * (256 * (scored // 255) // 256)  # of each window all but the last predict a token
+    assert f"{scored // 255 * 256} tokens are scored, 100000000 were asked for: {text} holds" in result.stderr
+    assert "were asked for" not in invoke("compare", first, same, *options, "--tokens", "64", "--window", "32").stderr
 
 
 def test_json_has_every_figure(checkpoints, invoke):
@@ -66,7 +91,8 @@ def test_json_has_every_figure(checkpoints, invoke):
         (["A", "B", "--text", "absent.txt"], 2, "absent.txt: No such file or directory"),
         (["A", "B", "--tokens", "8", "--window", "16", "--text", __file__], 8, "8 tokens are to be scored"),
         (["A", __file__], 3, "is no folder"),
-        (["A", "B", "--tasks", "absent.jsonl"], 2, "absent.jsonl"),
+        (["A", "B", "--tasks", "absent.jsonl"], 2, "error: absent.jsonl: No such file or directory\n"),
+        (["A", "B", "--report", "absent/x.html"], 2, "absent does not exist"),
         (["A", "B", "--context", "1,x"], 2, "no list of numbers"),
         (["A", "B", "--context", "1"], 2, "at least 2 tokens"),
     ],
@@ -83,6 +109,8 @@ def test_what_cannot_be_compared_is_said(checkpoints, capsys, tmp_path, monkeypa
 
 def test_verify_shows_what_it_proved_and_again_without_work(workplace, invoke):
     first = invoke("verify", "small", *loosen(*LOOSE))
+    assert "report: out/small/report.html" in first.stderr
+    assert "gates passed" in Path("out/small/report.html").read_text()
     assert "network_exact" in first.stdout
     assert "skip  mean_kl" in first.stdout
     again = invoke("verify", "small", *loosen(*LOOSE))
@@ -93,6 +121,12 @@ def test_verify_shows_what_it_proved_and_again_without_work(workplace, invoke):
     page = invoke("report", "small").stdout.strip()
     assert page == "out/small/report.html"
     text = Path(page).read_text()
+    for checkpoint, stage in zip(
+        record["quality"]["checkpoints"], ("converted weights", "quantized weights"), strict=True
+    ):
+        cell = re.search(rf"<tr><td>{checkpoint['label']}</td><td class=\"n\">(.*?)</td>", text)
+        bar = re.search(rf"<span>{stage}</span><span><i [^>]*></i></span><span>(.*?)</span>", text)
+        assert cell and bar and cell[1] == bar[1] == spell_bytes(checkpoint["bytes"])
     assert "6 gates" not in text and "3 gates passed" in text
     stamp = Path(page).stat().st_mtime_ns
     invoke("report", "small")
@@ -100,9 +134,11 @@ def test_verify_shows_what_it_proved_and_again_without_work(workplace, invoke):
     # A gate that fails shows its report all the same, and the page says so.
     with pytest.raises(GateError, match="mean_kl"):
         invoke("verify", "small", *loosen(*LOOSE[:-1], "mean_kl=1e-9"))
+    assert "1 of 4 gates failed: mean_kl; 7 off" in Path(page).read_text()
+    Path(page).unlink()
     with pytest.raises(GateError, match="mean_kl"):
         invoke("engine", "small", "--until", "verify", *loosen(*LOOSE[:-1], "mean_kl=1e-9"))
-    assert "1 of 11 gates failed: mean_kl" in Path(page).read_text()
+    assert "1 of 4 gates failed: mean_kl; 7 off" in Path(page).read_text()
 
 
 def test_report_of_nothing_is_refused(workplace, capsys):

@@ -24,7 +24,7 @@ def stages(monkeypatch):
     real = load_stages()
     short = [replace(stage, run=verify) if stage.name == "verify" else stage for stage in real]
     monkeypatch.setattr("pipeline.stages.graph.load_stages", lambda: tuple(short))
-    monkeypatch.setattr("pipeline.cli.engine._report", lambda config: None)
+    monkeypatch.setattr("pipeline.cli.engine.report_run", lambda config: None)
     monkeypatch.setattr("pipeline.engine.tensorrt_llm.builder.list_device_sms", list)
 
 

@@ -434,6 +434,8 @@ def test_smaller_groups_are_reported_per_linear():
 def test_groups_that_a_recipe_asks_for_are_no_news():
     rows = [{"pattern": "*.mlp.fc", "method": "rtn", "group_size": 32}]
     assert find("smaller_groups", make_case({"stages.quantize.recipe": {"rows": rows}})) is None
+    note = find("smaller_groups", make_case({"stages.quantize.recipe": {"rows": rows}}, model=V2_LITE))
+    assert note == "group size 128 does not divide every input: transformer.layers.*.mlp.proj (1x): groups of 64"
 
 
 def test_a_linear_that_no_group_divides_stays_16_bit():

@@ -178,7 +178,7 @@ def test_a_bad_override_is_quoted(folder, override, message, hint):
         (
             "stages: {quantize: {clip: yes}}",
             "a.yaml:2: stages.quantize.clip: must be true or false, not 'yes'",
-            "quotes",
+            "only true and false are truth values",
         ),
         ("stages: {quantize: {clip: 1}}", "a.yaml:2: stages.quantize.clip: must be true or false, not 1", ""),
         (
@@ -194,7 +194,31 @@ def test_a_bad_override_is_quoted(folder, override, message, hint):
             "a.yaml:3: stages.verify: must be a map of settings, not an empty value",
             "leave it out",
         ),
-        ("stages: {verify: {gates: {mean_kl: .inf}}}", "a.yaml:2: stages.verify.gates.mean_kl: must be a number", ""),
+        (
+            "stages: {quantize: {clip: 'true'}}",
+            "a.yaml:2: stages.quantize.clip: must be true or false, not 'true'",
+            "write clip without quotes",
+        ),
+        (
+            "stages: {verify: {gates: {mean_kl: .inf}}}",
+            "a.yaml:2: stages.verify.gates.mean_kl: must be a number",
+            "numbers are finite",
+        ),
+        (
+            "stages: {verify: {gates: {mean_kl: -.NaN}}}",
+            "a.yaml:2: stages.verify.gates.mean_kl: must be a number",
+            "numbers are finite",
+        ),
+        (
+            "stages: {verify: {gates: {mean_kl: '1e-4'}}}",
+            "a.yaml:2: stages.verify.gates.mean_kl: must be a number",
+            "write mean_kl without quotes",
+        ),
+        (
+            "stages: {verify: {gates: {mean_kl: a lot}}}",
+            "a.yaml:2: stages.verify.gates.mean_kl: must be a number",
+            "write mean_kl in digits, as 0.05 or 1e-4",
+        ),
         ("name: ../evil", "a.yaml:2: name: must match", ""),
         ("name: store", "name store is taken", ""),
         ("name: a\nstore: out/a/b", "store out/a/b is within out/a", ""),

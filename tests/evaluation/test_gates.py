@@ -34,11 +34,11 @@ def test_enforce_lets_passed_and_skipped_gates_through() -> None:
 
 
 def test_enforce_names_every_failed_gate_the_worst_layer_and_the_report() -> None:
-    gates = [gate(0.0, 1.0), gate(2.0, 1.0, blame="worst layer: 7"), gate(0.1, 0.9, ">=")]
+    gates = [gate(0.0, 1.0), gate(2.0, 1.0, blame="worst layer: 7"), gate(0.1, 0.9, ">="), gate(9.0, None)]
     with pytest.raises(GateError) as caught:
         enforce(gates, "out/x/verify-failed.json")
     message = str(caught.value)
-    assert "2 of 3" in message
+    assert "2 of 3" in message  # one is off
     assert "worst layer: 7" in message
     assert "out/x/verify-failed.json" in message
     assert caught.value.exit_code == 5

@@ -14,7 +14,7 @@ from transformers import AutoModelForCausalLM
 
 from pipeline.checkpoint.folder import CheckpointFolder
 from pipeline.evaluation import activations, forward
-from pipeline.evaluation.measurement import Measure, measure
+from pipeline.evaluation.measurement import Measure, find_peaks, measure
 from pipeline.evaluation.schedule import TokenSequence
 from pipeline.progress import SILENT
 from pipeline.quantization.quantize import quantize_checkpoint
@@ -148,12 +148,34 @@ def test_the_lens_on_the_last_layer_reads_the_logits(coarse, expected) -> None: 
     # It looks at every fourth of 64 positions, last ones of windows among them, so near is all that can be asked.
     assert lens[2]["kl"] == pytest.approx(float(kl.mean()), rel=0.3)
     assert lens[0]["kl"] == 0 < lens[1]["kl"]
+    assert [layer["lens_positions"] for layer in lens] == [16] * 3
+
+
+def test_peaks_are_of_whichever_checkpoint_is_furthest(coarse: list[Measure]) -> None:
+    original, edited, same = coarse
+    assert find_peaks([original, same], 4) == []
+    found = find_peaks([edited, same], 4)
+    assert found == find_peaks([same, edited], 4)
+    assert (len(found), found[0].kl) == (4, edited.tally.max_kl)
+    assert [peak.kl for peak in found] == sorted((peak.kl for peak in found), reverse=True)
+    assert {peak.label for peak in found} == {"edited"}
+    assert find_peaks([edited], 2) == found[:2]
+    worse = dataclasses.replace(
+        edited,
+        label="worse",
+        peaks={
+            found[1].sequence: dataclasses.replace(found[1], label="worse", kl=math.nan),
+            found[0].sequence: dataclasses.replace(found[0], label="worse", kl=found[0].kl / 2),
+        },
+    )
+    labels = [(peak.sequence, peak.label) for peak in find_peaks([edited, worse], 2)]
+    assert labels == [(found[1].sequence, "worse"), (found[0].sequence, "edited")]
 
 
 def test_peaks_are_the_worst_positions_of_each_window(coarse, expected) -> None:  # type: ignore[no-untyped-def]
     (p, q), _ = expected
     kl = (p.exp() * (p - q)).sum(-1)
-    peaks = coarse[1].find_peaks(3)
+    peaks = find_peaks([coarse[1]], 3)
     assert [peak.place for peak in peaks] == [int(kl[peak.sequence].argmax()) for peak in peaks]
     assert [peak.sequence for peak in peaks] == kl.amax(-1).argsort(descending=True)[:3].tolist()
 

@@ -21,7 +21,8 @@ LONG = "transformer.layers." * 12
 
 def row(label: str, kl: float, **changes: Any) -> dict[str, Any]:
     layers = [
-        {"layer": i, "error": kl * (i + 1), "cosine": 1 - kl, "kl": kl, "top1": 0.9, "top5": 0.9} for i in range(4)
+        {"layer": i, "error": kl * (i + 1), "cosine": 1 - kl, "kl": kl, "top1": 0.9, "top5": 0.9, "lens_positions": 68}
+        for i in range(4)
     ]
     span = {"tokens": 100, "nll": 3.0, "entropy": 3.0 + kl, "kl": kl, "top1": 0.9, "top5": 0.9}
     task = {"items": 4, "solved": 3, "normalised": 2, "accuracy": 0.75, "accuracy_normalised": 0.5}
@@ -48,7 +49,7 @@ def sample() -> dict[str, Any]:
         {"label": "original", "text": "abc def", "agreed": "abc def", "first_difference": None},
         {"label": HOSTILE, "text": "abc <b>xyz</b>", "agreed": "abc ", "first_difference": 1},
     ]
-    return {"prompt": HOSTILE + "x" * 300, "kl": 0.5, "continuations": versions}
+    return {"prompt": HOSTILE + "x" * 300, "kl": 0.5, "checkpoint": HOSTILE, "continuations": versions}
 
 
 def run_document() -> dict[str, Any]:
@@ -71,6 +72,7 @@ def run_document() -> dict[str, Any]:
             "linears": 2,
             "method": "awq",
             "format": "int4",
+            "group_size": 32 if layer < 10 else 128,
             "alpha": 0.5,
             "clipped": 0.5,
             "loss_before": 0.002 * layer + 0.002,
@@ -98,7 +100,6 @@ def run_document() -> dict[str, Any]:
         ],
         "sizes": [{"name": "source", "bytes": 10**10}, {"name": "engine", "bytes": 3 * 10**9}],
         "complete": False,
-        "ratio": 0.28,
         "verify": {
             "gates": gates,
             "network": network,
@@ -112,6 +113,8 @@ def run_document() -> dict[str, Any]:
             },
         },
         "quantization": {
+            "ratio": 0.5,
+            "linears_ratio": 0.28,
             "heat_map": cells,
             "coverage": coverage | {"saturation": saturation},
             "experts": {"1": {"tokens": [5, 0, 3, 8]}, "2": {"tokens": [4, 4, 4, 4]}},
@@ -187,8 +190,20 @@ def test_everything_is_there(seen: dict[str, Any]) -> None:
     run, compare = seen["run"], seen["compare"]
     assert (run["tables"], run["plots"], run["marks"]) == (5, 9, 3)
     assert (compare["tables"], compare["plots"], compare["marks"]) == (2, 5, 1)
-    assert run["rows"] == (1 + 3) + (1 + 3) + (1 + 2) + (1 + 1) + (1 + 2)  # gates, checkpoints, groups, tasks, layers
-    for words in ("1 of 3 gates failed: gate_1@8192", "90.0 s (failed)", "10 GB", "28.0%", "not measured", "inf"):
+    assert run["rows"] == (1 + 3) + (1 + 3) + (1 + 4) + (1 + 1) + (1 + 2)  # gates, checkpoints, groups, tasks, layers
+    for words in (
+        "1 of 2 gates failed: gate_1@8192; 1 off",
+        "3.5 s, 10 MB of files",
+        "90.0 s (failed)",
+        "10 GB",
+        "28.0%\nof the quantized linears' 16-bit size",
+        "50.0%\nof the whole checkpoint's size",
+        "group size",
+        f"KL 0.5 nats, of {HOSTILE}",
+        "of what final norm and head read in each layer, at a sample of 68 positions",
+        "not measured",
+        "inf",
+    ):
         assert words in run["text"], words
     for words in ("round to nearest (baseline)", "loss / baseline's", "0.36"):
         assert words in run["text"] and words not in compare["text"], words
@@ -239,7 +254,7 @@ def test_a_large_heat_map_is_one_picture() -> None:
 
 
 def test_the_page_of_a_first_stage_alone(tmp_path: Path) -> None:
-    document = run_document() | {"verify": None, "quantization": None, "ratio": None}
+    document = run_document() | {"verify": None, "quantization": None}
     write_run(document, tmp_path / "first.html")
     text = (tmp_path / "first.html").read_text()
     assert "not verified" in text

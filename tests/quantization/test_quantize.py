@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import math
 import subprocess
 import sys
 from collections.abc import Callable, Sequence
@@ -158,6 +159,9 @@ def test_report(tmp_path: Path, deepseek_v2_path: Path, text: Path) -> None:
     assert json.loads((tmp_path / "out/quantization.json").read_text()) == json.loads(json.dumps(report.to_json()))
     assert report.bytes_before == sum(info.nbytes for info in source.tensors.values())
     assert report.bytes_after == sum(info.nbytes for info in quantized.tensors.values())
+    for name, row in report.linears.items():
+        stored = [info.nbytes for tensor, info in quantized.tensors.items() if tensor.startswith(f"{name}.")]
+        assert (row["weights"], row["bytes"]) == (math.prod(source.tensors[f"{name}.weight"].shape), sum(stored))
     assert report.smaller_groups["transformer.layers.1.mlp.experts.0.proj"] == 64
     assert report.unquantized["transformer.layers.1.mlp.router"] == "role router is never quantized"
     assert report.experts.keys() == {"1", "2"}

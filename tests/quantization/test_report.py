@@ -14,7 +14,7 @@ from pipeline.quantization.report import QuantizationReport
 from pipeline.workspace import FolderWorkspace
 from tests.quantization.support import CalibrationSettings, Model, Settings
 
-ROW = {"method": "awq", "format": "int4", "group_size": 64, "scale": None}
+ROW = {"method": "awq", "format": "int4", "group_size": 64, "weights": 1000, "bytes": 600, "scale": None}
 
 
 def row(group: str, alpha: float | None, before: float | None, after: float | None, clipped: bool) -> dict[str, Any]:
@@ -34,6 +34,7 @@ def test_the_heat_map_averages_what_shares_a_scale(tmp_path: Path) -> None:
             "e.0": row("1.mlp.experts.0.proj", 0.2, 0.1, 0.1, False),
             "e.1": row("1.mlp.experts.1.proj", 0.4, 0.3, 0.2, False),
             "e.2": row("1.mlp.experts.2.proj", None, None, None, False),
+            "e.3": row("1.mlp.experts.3.proj", 0.6, 0.5, 0.4, True) | {"group_size": 32, "bytes": 700},
         },
         unquantized={},
         smaller_groups={},
@@ -43,13 +44,16 @@ def test_the_heat_map_averages_what_shares_a_scale(tmp_path: Path) -> None:
         bytes_before=100,
         bytes_after=40,
     )
-    shape = {"method": "awq", "format": "int4"}
+    shape = {"method": "awq", "format": "int4", "group_size": 64}
     assert report.heat_map == [
         {"layer": 0, "group": "mlp.fc", "linears": 2, **shape, "alpha": 0.5, "clipped": 0.5}
         | {"loss_before": 0.03, "loss_after": 0.015},
         {"layer": 1, "group": "mlp.experts.*.proj", "linears": 3, **shape, "alpha": 0.3, "clipped": 0.0}
         | {"loss_before": 0.2, "loss_after": 0.15},
+        {"layer": 1, "group": "mlp.experts.*.proj", "linears": 1, **shape, "alpha": 0.6, "clipped": 1.0}
+        | {"loss_before": 0.5, "loss_after": 0.4, "group_size": 32},
     ]
+    assert (report.ratio, report.linears_ratio) == (0.4, 3700 / 12000)
     report.write(tmp_path / "q.json")
     assert QuantizationReport.read(tmp_path / "q.json") == report
     assert json.loads((tmp_path / "q.json").read_text())["heat_map"] == report.heat_map

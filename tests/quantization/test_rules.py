@@ -53,10 +53,26 @@ def test_groups_that_do_not_divide(tmp_path: Path) -> None:
     selection = choose(path)
     groups = {name.split(".", 3)[-1]: linear.group for name, linear in selection.linears.items()}
     assert groups == {"mlp.fc": 64, "mlp.gate": 64, "mlp.proj": 32}
-    assert selection.smaller_groups(128) == {f"transformer.layers.0.{name}": g for name, g in groups.items()}
+    assert selection.smaller_groups == {f"transformer.layers.0.{name}": g for name, g in groups.items()}
     dense = "transformer.layers.0.attention.dense"
     assert selection.kept[dense] == "no group of 128, 64, 32 divides its 80 input features"
-    assert not choose(path, group_size=32).smaller_groups(32)
+    assert selection.describe_smaller() == ["3 linears get groups of 64, 32: 128 does not divide their input"]
+    assert not choose(path, group_size=32).smaller_groups
+
+
+def test_groups_are_smaller_than_what_a_recipes_row_asked_for(tmp_path: Path) -> None:
+    """hidden 192 takes the 64 that its rows ask for; intermediate 160 takes neither 128 nor 64."""
+    path = fixtures.llama(
+        tmp_path / "a", hidden_size=192, intermediate_size=160, num_attention_heads=4, num_hidden_layers=2, head_dim=20
+    )
+    layers = tuple(f"transformer.layers.{i}" for i in range(2))
+    recipe = (*row(f"{layers[0]}.*", "rtn", 64), *row("*.fc", "rtn", 32), *row("*.gate", "int8"))
+    selection = choose(path, method="rtn", recipe=recipe)
+    assert selection.smaller_groups == {f"{layer}.mlp.proj": 32 for layer in layers}
+    assert selection.describe_smaller() == [
+        "1 linear gets groups of 32: 128 does not divide its input",
+        "1 linear gets groups of 32: 64 does not divide its input",
+    ]
 
 
 def test_exclude_patterns(llama_path: Path) -> None:

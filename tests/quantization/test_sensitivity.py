@@ -123,6 +123,40 @@ def test_the_layer_s_error_and_sizes(tmp_path: Path, llama_path: Path, text: Pat
     assert all(part["int8"]["kl"] < part["rtn/64"]["kl"] / 10 for part in parts)
 
 
+class Items:
+    """A Progress that keeps of every item how much was to be done and was."""
+
+    def __init__(self) -> None:
+        self.items: list[tuple[str, float, float]] = []
+
+    def start(self, item: str, total: float, unit: str) -> None:
+        self.items.append((item, total, 0))
+
+    def advance(self, amount: float) -> None:
+        item, total, done = self.items[-1]
+        self.items[-1] = item, total, done + amount
+
+    def note(self, message: str) -> None: ...
+
+
+def test_progress_tells_of_all_that_is_done(tmp_path: Path, llama_path: Path, text: Path) -> None:
+    source, progress = Model.load(llama_path).write(tmp_path / "engine", llama_path), Items()
+    measure_sensitivity(
+        source,
+        FolderWorkspace(tmp_path / "out", journal=tmp_path / "journal"),
+        settings=settings(text),
+        candidates=[Candidate.parse("rtn/64")],
+        effort=EFFORT,
+        progress=progress,
+    )
+    assert all(done == total > 0 for _, total, done in progress.items), progress.items
+    passes = {item: done for item, _, done in progress.items if item.startswith("gradients")}
+    everything = EFFORT.samples * EFFORT.draws
+    assert passes == dict.fromkeys(
+        ("gradients of the logits", "gradients of layer 2", "gradients of layer 1"), everything
+    )
+
+
 def test_a_killed_run_goes_on(tmp_path: Path, llama_path: Path, text: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     source = Model.load(llama_path).write(tmp_path / "engine", llama_path)
     whole = measure(source, tmp_path / "whole", text, "rtn/64")

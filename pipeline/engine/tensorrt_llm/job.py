@@ -25,7 +25,7 @@ from pipeline.engine.document import read_document
 from pipeline.engine.tensorrt_llm.options import build_config, list_arguments
 from pipeline.engine.tensorrt_llm.request import EngineRequest
 from pipeline.engine.tensorrt_llm.versions import load_releases
-from pipeline.errors import BuildError
+from pipeline.errors import BuildError, spell_reason
 
 CHECKPOINT, CONFIG, SCRIPT, JOB, SUMS = "checkpoint", "config.json", "build.sh", "job.json", "SHA256SUMS"
 BUILD_CONFIG, README = "build_config.json", "README.md"
@@ -66,7 +66,7 @@ def read_json(path: Path) -> dict[str, Any]:
     try:
         document: dict[str, Any] = json.loads(path.read_bytes())
     except (OSError, ValueError) as error:
-        raise BuildError(f"{path}: cannot be read: {error}", hint="run the job stage again") from None
+        raise BuildError(f"{path}: cannot be read: {spell_reason(error)}", hint="run the job stage again") from None
     return document
 
 

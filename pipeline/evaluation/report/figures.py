@@ -29,7 +29,7 @@ def plot_checkpoints(rows: Sequence[Document]) -> list[Plot]:
     labels = [row["label"] for row in others]
     plots = [
         _by_layer(others, labels, "error", "Error by layer", "relative RMS error", "of each decoder layer's output"),
-        _by_layer(others, labels, "kl", "KL by layer", "KL, nats", "of what final norm and head read in each layer"),
+        _by_layer(others, labels, "kl", "KL by layer", "KL, nats", _describe_lens(others[0]["layers"])),
         Plot(
             title="KL by position",
             svg=plot_lines(
@@ -44,6 +44,11 @@ def plot_checkpoints(rows: Sequence[Document]) -> list[Plot]:
         ),
     ]
     return plots + (_plot_context(rows) if rows[0]["context"] else [])
+
+
+def _describe_lens(layers: Sequence[Document]) -> str:
+    count = layers[0].get("lens_positions") if layers else None  # reports of earlier versions have none
+    return f"of what final norm and head read in each layer, at a sample of {f'{count} ' if count else ''}positions"
 
 
 def _by_layer(rows: Sequence[Document], labels: Sequence[str], key: str, title: str, unit: str, note: str) -> Plot:

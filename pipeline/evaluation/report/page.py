@@ -66,7 +66,7 @@ def describe_run(document: Document) -> dict[str, Any]:
         "title": document["name"],
         "subtitle": document["subtitle"],
         "verdict": _judge(gates, document),
-        "tiles": _tiles(document, quality["checkpoints"]),
+        "tiles": _tiles(document, quantization, quality["checkpoints"]),
         "gates": [_describe_gate(gate) for gate in gates],
         "stages": _bars([(s["name"], s["seconds"], _describe_stage(s)) for s in document["stages"]]),
         "sizes": _bars([(s["name"], s["bytes"], spell_bytes(s["bytes"])) for s in document["sizes"]]),
@@ -143,7 +143,9 @@ def _describe_row(row: Document, columns: Sequence[str]) -> list[str]:
 
 def _describe_sample(sample: Document) -> dict[str, Any]:
     versions = [{**version, "rest": version["text"][len(version["agreed"]) :]} for version in sample["continuations"]]
-    return {"kl": spell_number(sample["kl"], ".3g"), "prompt": sample["prompt"], "continuations": versions}
+    kl, whose = spell_number(sample["kl"], ".3g"), sample.get("checkpoint")  # an earlier version's has no name
+    title = f"KL {kl} nats, of {whose}" if whose else f"KL {kl} nats"
+    return {"title": title, "prompt": sample["prompt"], "continuations": versions}
 
 
 def _describe_gate(gate: Document) -> dict[str, str]:
@@ -164,19 +166,27 @@ def _describe_gate(gate: Document) -> dict[str, str]:
 
 def _judge(gates: Sequence[Document], document: Document) -> dict[str, str]:
     failed = [gate["name"] for gate in gates if gate["passed"] is False]
+    off = sum(gate["passed"] is None for gate in gates)
+    judged = len(gates) - off
     if failed:
-        return {"kind": "fail", "text": f"{len(failed)} of {len(gates)} gates failed: {', '.join(failed)}"}
+        return {"kind": "fail", "text": f"{len(failed)} of {judged} gates failed: {', '.join(failed)}; {off} off"}
     if not gates:
         return {"kind": "skip", "text": "not verified"}
-    passed = sum(gate["passed"] is True for gate in gates)
     complete = "" if document["complete"] else "; the run is not complete"
-    return {"kind": "pass", "text": f"{passed} gates passed, {len(gates) - passed} off{complete}"}
+    return {"kind": "pass", "text": f"{judged} gates passed, {off} off{complete}"}
 
 
-def _tiles(document: Document, rows: Sequence[Document]) -> list[dict[str, str]]:
-    tiles = []
-    if document["ratio"] is not None:
-        tiles.append({"value": spell_share(document["ratio"]), "name": "of the linears' 16-bit size"})
+# Shares of quantization.json -> what of; a report of an earlier version may lack one.
+SIZES = {
+    "linears_ratio": "of the quantized linears' 16-bit size",
+    "ratio": "of the whole checkpoint's size",
+}
+
+
+def _tiles(document: Document, quantization: Document, rows: Sequence[Document]) -> list[dict[str, str]]:
+    tiles = [
+        {"value": spell_share(quantization[key]), "name": name} for key, name in SIZES.items() if key in quantization
+    ]
     if len(rows) > 1:
         last = rows[-1]
         tiles += [
@@ -189,7 +199,7 @@ def _tiles(document: Document, rows: Sequence[Document]) -> list[dict[str, str]]
 
 
 def _describe_stage(stage: Document) -> str:
-    size = f", {spell_bytes(stage['bytes'])}" if stage["bytes"] else ""
+    size = f", {spell_bytes(stage['bytes'])} of files" if stage["bytes"] else ""
     return f"{spell_seconds(stage['seconds'])}{size}" + (f" ({stage['state']})" if stage["state"] else "")
 
 
@@ -237,22 +247,23 @@ def _tabulate_network(verification: Document) -> list[dict[str, Any]]:
 
 def _tabulate_groups(cells: Sequence[Document]) -> list[dict[str, Any]]:
     """What was done to each kind of linears, over all layers."""
-    kinds: dict[tuple[str, str, str], list[Document]] = {}
+    kinds: dict[tuple[str, str, str, int | None], list[Document]] = {}
     for cell in cells:
-        kinds.setdefault((cell["group"], cell["method"], cell["format"]), []).append(cell)
+        kinds.setdefault((cell["group"], cell["method"], cell["format"], cell.get("group_size")), []).append(cell)
     rows = [
         [
             group,
             sum(cell["linears"] for cell in of_kind),
             method,
             form,
+            size or "-",
             _spell_mean(of_kind, "loss_before"),
             _spell_mean(of_kind, "loss_after"),
         ]
-        for (group, method, form), of_kind in kinds.items()
+        for (group, method, form, size), of_kind in kinds.items()
     ]
     note = "mean squared error of the outputs over the squared outputs, before and after the search"
-    columns = ["scale group", "linears", "method", "format", "error before", "error after"]
+    columns = ["scale group", "linears", "method", "format", "group size", "error before", "error after"]
     return [{"title": "What was quantized", "note": note, "columns": columns, "rows": rows}] if rows else []
 
 

@@ -9,7 +9,7 @@ from typing import Any
 
 from pipeline import __version__
 from pipeline.engine.description import DESCRIPTION, EngineDescription, load_description
-from pipeline.errors import PackageError, TrtseekError
+from pipeline.errors import PackageError, TrtseekError, spell_reason
 
 # What a package's models are told and how they ask each other; raised where packages of before are not served any more.
 # A package says its own as the parameter `package_format` of `tensorrt_llm`; the first ones said nothing.
@@ -66,7 +66,7 @@ def _read_json(path: Path, problems: list[str]) -> dict[str, Any] | None:
     try:
         document = json.loads(path.read_text(encoding="utf-8"))
     except (OSError, ValueError, RecursionError) as error:
-        problems.append(f"{path.name}: {error}")
+        problems.append(f"{path.name}: {spell_reason(error)}")
         return None
     if isinstance(document, dict):
         return document
