@@ -28,7 +28,7 @@ from pipeline.quantization.documents import name_file
 from pipeline.quantization.heap import trim_heap
 from pipeline.quantization.kv_cache import cache_step
 from pipeline.quantization.layer import LayerPlan, group_linears, plan_layer
-from pipeline.quantization.linear_inputs import UNROUTED
+from pipeline.quantization.linear_inputs import UNROUTED, warn_starved
 from pipeline.quantization.report import REPORT, QuantizationReport, describe_config
 from pipeline.quantization.rules import choose_linears
 from pipeline.quantization.selection import METHODS, name_algo
@@ -199,9 +199,10 @@ class _Run:
             write_index(self.workspace.path, shards),
             *self.source.copy_companions(self.workspace.path),
         ]
-        warning = warn(report.coverage)
-        if warning is not None:
-            self.progress.note(warning)
+        samples = self.settings.calibration.samples if self.measures else None
+        for warning in (warn_starved(report.experts), warn(report.coverage, samples)):
+            if warning is not None:
+                self.progress.note(warning)
         report.write(self.workspace.path / REPORT)
         self.workspace.finish("report", [*written, self.workspace.path / REPORT])
 

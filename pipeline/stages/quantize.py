@@ -88,7 +88,7 @@ def _solve(context: StageContext, source: CheckpointFolder) -> Quantize:
 
 STAGE = Stage(
     name="quantize",
-    version=6,
+    version=7,
     run=_run,
     inputs=("convert",),
     sources=_sources,
