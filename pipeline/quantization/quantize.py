@@ -19,7 +19,7 @@ from pipeline.checkpoint.layouts import layout_for
 from pipeline.checkpoint.layouts.scales import BLOCK_SCALES, FP8, cache_scale
 from pipeline.checkpoint.shards import Shard, write_index
 from pipeline.checkpoint.tensors import TensorInfo
-from pipeline.errors import CompatibilityError
+from pipeline.errors import CompatibilityError, StoreError
 from pipeline.progress import SILENT, Progress
 from pipeline.quantization import calibration
 from pipeline.quantization.calibration import Calibration, sample_pieces
@@ -109,10 +109,24 @@ class _Run:
             )
         for pattern in self.selection.idle_patterns:
             self.progress.note(f"exclude pattern {pattern} matches no linear")
+        # Too little text is to be told as that, not as what more of it would take.
+        layers = range(self.source.architecture.num_layers)
+        if self.measures and not all(self.workspace.is_done(f"layer-{layer}") for layer in layers):
+            self.calibration.draw()
         # Before a layer, behind it, and what its experts read.
         states = 3 * self.calibration.states(0).nbytes if self.measures else 0
         left = (names for step, names in self.steps.items() if not self.workspace.is_done(step))
-        self.workspace.require(sum(self._count_bytes(name) for names in left for name in names) + states)
+        written = sum(self._count_bytes(name) for names in left for name in names)
+        try:
+            self.workspace.require(written + states)
+        except StoreError as error:
+            if states <= written:
+                raise
+            c = self.settings.calibration
+            raise StoreError(
+                f"{error.message}; {states:,} of them are what layers read of {c.samples:,} x {c.length:,} tokens",
+                hint=f"lower stages.quantize.calibration.samples or length; or {error.hint}",
+            ) from error
 
     def quantize_layer(self, layer: int) -> None:
         """Measures, chooses, and writes one layer's shard."""
