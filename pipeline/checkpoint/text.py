@@ -15,6 +15,7 @@ if TYPE_CHECKING:
     from tokenizers import Tokenizer
 
 CHUNK_CHARACTERS = 1 << 14  # tokenized by one thread: a whole file in one call is slow and large
+MOST_OF_LINE = 1 << 16  # characters of it that are read for its end
 MOST_CHUNKS = 8  # at a time, by as many threads. What the library holds of a chunk is fifty times as large as it
 
 
@@ -25,7 +26,7 @@ def encode_text(tokenizer_file: Path, text: str) -> list[int]:
 
 
 def encode_file(tokenizer_file: Path, file: Path, *, setting: str) -> array[int]:
-    """Token ids of a UTF-8 text file, cut at lines' ends only, without special tokens: 4 bytes each, where a list takes
+    """Token ids of a UTF-8 text file, cut at lines' ends, without special tokens: 4 bytes each, where a list takes
     40.
 
     Raises CheckpointError for the tokenizer, ConfigError for the file, with the `setting` of the config that names it.
@@ -71,7 +72,16 @@ def load_tokenizer(tokenizer_file: Path) -> Tokenizer:
 
 
 def _chunks(file: Path) -> Iterator[str]:
-    """The text in parts that end at a line's end, so that no word is cut."""
-    with open(file, encoding="utf-8") as text:
-        while lines := text.readlines(CHUNK_CHARACTERS):
-            yield "".join(lines)
+    """The text in parts that end at a line's end, or of a long line at a word's, so that no word is cut."""
+    with open(file, encoding="utf-8-sig") as text:  # a byte order mark is no text
+        rest = ""
+        while read := text.read(CHUNK_CHARACTERS):
+            chunk, rest = rest + read, ""
+            if not chunk.endswith("\n"):
+                chunk += (more := text.readline(MOST_OF_LINE))
+                if len(more) == MOST_OF_LINE and not more.endswith("\n"):
+                    cut = chunk.rfind(" ", 1)
+                    chunk, rest = (chunk[:cut], chunk[cut:]) if cut > 0 else (chunk, "")
+            yield chunk
+        if rest:
+            yield rest

@@ -80,8 +80,8 @@ def _check_texts(config: Config) -> None:
 
 
 def check_calibration(config: Config, model: Path) -> None:
-    """The calibration text that quantizing will read is there, and is text (ConfigError); where it is transcripts, the
-    folder `model` has a template for them (QuantizationError)."""
+    """The calibration text that quantizing will read is there, and is text (ConfigError), which begins as its format
+    does; where it is transcripts, the folder `model` has a template that takes them (QuantizationError)."""
     quantize = config.stages.quantize
     if not quantize.measures:
         return
@@ -90,9 +90,12 @@ def check_calibration(config: Config, model: Path) -> None:
 
     files = quantize.calibration.files
     _check_files(config, {"stages.quantize.calibration.files": [file.path for file in files]})
-    template = ChatTemplate(model)
-    if any(Documents(file, template).format == "chat" for file in files):
-        template.check()
+    template = ChatTemplate(model, quick=True)
+    for file in files:
+        documents = Documents(file, template)
+        if documents.format == "chat":
+            template.check()
+        documents.check()
 
 
 def _check_files(config: Config, texts: Mapping[str, Sequence[Path]]) -> None:

@@ -38,6 +38,21 @@ _SCALARS = {"int_type": ("int",), "float_type": ("int", "float"), "bool_type": (
 _NOT_FINITE = ("nan", "inf", "infinity")
 
 
+# What methods are called elsewhere: by the bits of weights and activations, by TensorRT-LLM's names, by the format.
+_NICKNAMES = {
+    "w4a8": "awq_fp8",
+    "w4a8_awq": "awq_fp8",
+    "w4a16": "awq",
+    "w4a16_awq": "awq",
+    "w4a16_gptq": "gptq",
+    "int4_awq": "awq",
+    "int4": "awq",
+    "w8a16": "int8",
+    "w8a8": "smoothquant",
+    "int8_sq": "smoothquant",
+}
+
+
 def explain(error: ValidationError, tree: Located) -> ConfigError:
     """`tree` is the composed document that was refused."""
     problems = []
@@ -89,7 +104,8 @@ def _suggest(item: Mapping[str, Any], path: tuple[str | int, ...]) -> str:
         return _suggest_key(path)
     if item["type"] == "literal_error" and isinstance(item["input"], str):
         choices = [choice.strip().strip("'") for choice in item["ctx"]["expected"].replace(" or ", ",").split(",")]
-        near = difflib.get_close_matches(item["input"], choices, n=1)
+        meant = _NICKNAMES.get(item["input"].lower()) if item["loc"][-1] == "method" else None
+        near = [meant] if meant else difflib.get_close_matches(item["input"], choices, n=1)
         return f"did you mean {near[0]}?" if near else ""
     if item["type"] in _SCALARS and isinstance(item["input"], str):
         return _suggest_scalar(item)

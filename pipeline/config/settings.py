@@ -70,7 +70,7 @@ class Calibration(Section):
         json_schema_extra=_allow_path,
     )
     samples: Positive = Field(default=512, description="How many pieces of text.")
-    length: Positive = Field(default=256, description="Tokens per piece.")
+    length: int = Field(default=256, ge=2, le=2**31 - 1, description="Tokens per piece, BOS among them.")
     seed: int = Field(default=0, ge=0, lt=2**63, description="Which pieces are drawn.")
 
 

@@ -48,6 +48,13 @@ class Calibration:
         self.source, self.workspace, self.tokens, self.progress = source, workspace, tokens, progress
         self.samples, self.length, self.seed = samples, length, seed
         self.folder = workspace.path / FOLDER
+        self._drawn: Tensor | None = None
+
+    def draw(self) -> None:
+        """Has the text ready for the first layer where no earlier run left states; raises what `tokens` does."""
+        layers = range(self.source.architecture.num_layers)
+        if not any(self.workspace.is_done(f"states-{layer}") for layer in layers):
+            self._drawn = self.tokens()
 
     def states(self, layer: int) -> HiddenStates:
         path = self.folder / f"states-{layer:05}.f32"
@@ -82,8 +89,10 @@ class Calibration:
                 return candidate
         self.folder.mkdir(exist_ok=True)
         states = self.states(0)
-        embedding, tokens = self.source.read(EMBEDDING).to_torch(), self.tokens()
+        embedding = self.source.read(EMBEDDING).to_torch()
+        tokens = self._drawn if self._drawn is not None else self.tokens()
         states.write(embedding[tokens[start:stop]].float() for start, stop in states.spans())
+        self._drawn = None
         self.source.release(EMBEDDING)
         self.workspace.finish("states-0", [states.path])
         return 0

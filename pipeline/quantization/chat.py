@@ -1,39 +1,105 @@
 """Chat transcripts as the model sees them: rendered by the checkpoint's own chat template.
 
 transformers renders it in jinja's immutable sandbox, as it does when the model is served: a template can neither reach
-Python's attributes nor change what it is given.
+Python's attributes nor change what it is given. Where only a look at a file is wanted, jinja's sandbox alone does, and
+loads in a moment. Templates pass over what they do not know; here each message has to leave its text in the rendering.
 """
 
 from __future__ import annotations
 
 import json
+import re
 from functools import cached_property
 from typing import TYPE_CHECKING, Any
 
 from pipeline.errors import QuantizationError
 
 if TYPE_CHECKING:
+    from collections.abc import Sequence
     from pathlib import Path
 
+    from jinja2 import Template
+
+    Message = dict[str, Any]
 
 # Where transformers looks for a template, besides the tokenizer's config.
 BESIDE = ("chat_template.jinja", "chat_template.json", "additional_chat_templates")
+DEFAULT = "additional_chat_templates/default.jinja"
+ROLES = ("system", "user", "assistant", "tool")  # that a template may know
+TOKENS = tuple(f"{kind}_token" for kind in ("bos", "eos", "unk", "sep", "pad", "cls", "mask"))
+# What transformers' templates may mark besides jinja's own statements: where the assistant speaks.
+MARKS = re.compile(r"\{%-?\s*(end)?generation\s*-?%\}")
 
 
 class ChatTemplate:
-    """The template of the tokenizer in `folder`; loaded when the first transcript is rendered."""
+    """The template of the tokenizer in `folder`; loaded when the first transcript is rendered. `quick`: without
+    transformers, for what the template refuses rather than for what it makes."""
 
-    def __init__(self, folder: Path) -> None:
-        self.folder = folder
+    def __init__(self, folder: Path, *, quick: bool = False) -> None:
+        self.folder, self.quick = folder, quick
+        self._left_out: dict[tuple[tuple[str, str], ...], int | None] = {}  # by a chat's roles and kinds of content
 
-    def render(self, messages: list[dict[str, Any]]) -> str:
-        """The conversation's text, without a prompt for another answer. ValueError says why the template refuses it."""
+    def render(self, messages: list[Message]) -> str:
+        """The conversation's text, without a prompt for another answer. ValueError says why the template refuses it, or
+        which message has no text or leaves none."""
+        for i, message in enumerate(messages):
+            _check(message, i + 1)
+        text = self._apply(messages)
+        shape = tuple((message["role"], _name_kind(message)) for message in messages)
+        if shape not in self._left_out:
+            self._left_out[shape] = self._find_left_out(messages)
+        left_out = self._left_out[shape]
+        if left_out is not None:
+            raise ValueError(self._explain(messages[left_out], left_out + 1))
+        return text
+
+    def _apply(self, messages: Sequence[Message]) -> str:
         from jinja2 import TemplateError
 
         try:
-            return str(self._tokenizer.apply_chat_template(messages, tokenize=False))
+            return self._render_quickly(messages) if self.quick else self._render(messages)
         except (TemplateError, TypeError, KeyError, ValueError) as error:
             raise ValueError(f"the model's chat template refuses it: {error}") from error
+
+    def _find_left_out(self, messages: Sequence[Message]) -> int | None:
+        """The first message whose text is not in the rendering, told by words put in its place: of the text itself a
+        template may keep a part, as of an answer what follows the reasoning."""
+        words = [f"(message {i} in its place)" for i in range(len(messages))]
+        try:
+            text = self._apply([_replace(message, word) for message, word in zip(messages, words, strict=True)])
+        except ValueError:
+            return None  # a template that looks into the text
+        for i, (message, word) in enumerate(zip(messages, words, strict=True)):
+            if _name_kind(message) != "calls" and (word not in text or f"'text': '{word}'" in text):
+                return i
+        return None
+
+    def _explain(self, message: Message, number: int) -> str:
+        role = message["role"]
+        knows = [known for known in ROLES if self._knows(known)]
+        if role in knows and _name_kind(message) == "parts":
+            return f"the model's chat template takes no list as the content of message {number}: write its text"
+        known = f" (it knows {', '.join(knows)})" if knows else ""
+        return f'the model\'s chat template leaves out message {number}, of role "{role}"{known}'
+
+    def _knows(self, role: str) -> bool:
+        ask, word = {"role": "user", "content": "question"}, "(words of that role)"
+        said = {"role": role, "content": word}
+        for chat in ([said], [said, ask], [ask, said]):
+            try:
+                if word in self._apply(chat):
+                    return True
+            except ValueError:
+                continue
+        return False
+
+    def _render(self, messages: Sequence[Message]) -> str:
+        return str(self._tokenizer.apply_chat_template(list(messages), tokenize=False))
+
+    def _render_quickly(self, messages: Sequence[Message]) -> str:
+        template, tokens = self._template
+        given = [{key: value for key, value in message.items() if value is not None} for message in messages]
+        return template.render(**tokens, messages=given, tools=None, documents=None, add_generation_prompt=False)
 
     def check(self) -> None:
         """Raises QuantizationError where the folder holds no template, without loading anything."""
@@ -56,6 +122,41 @@ class ChatTemplate:
             raise self._lacks_template()
         return tokenizer
 
+    @cached_property
+    def _template(self) -> tuple[Template, dict[str, str]]:
+        """And the special tokens that it may name; "" for those that the tokenizer's config leaves out."""
+        from datetime import datetime
+
+        from jinja2 import TemplateError
+        from jinja2.sandbox import ImmutableSandboxedEnvironment
+
+        def refuse(message: str) -> None:
+            raise TemplateError(message)
+
+        self.check()
+        config = _read_object(self.folder / "tokenizer_config.json")
+        environment = ImmutableSandboxedEnvironment(
+            trim_blocks=True, lstrip_blocks=True, extensions=["jinja2.ext.loopcontrols"]
+        )
+        environment.filters["tojson"] = lambda x, **options: json.dumps(x, **{"ensure_ascii": False, **options})
+        environment.globals["raise_exception"] = refuse
+        environment.globals["strftime_now"] = lambda form: datetime.now().strftime(form)
+        found = {name: config.get(name) or "" for name in TOKENS}
+        tokens = {name: str(token["content"] if isinstance(token, dict) else token) for name, token in found.items()}
+        return environment.from_string(MARKS.sub("", self._find_template(config))), tokens
+
+    def _find_template(self, config: dict[str, Any]) -> str:
+        """What transformers would take, of files before the tokenizer's config."""
+        for file in (self.folder / BESIDE[0], self.folder / DEFAULT):
+            if file.is_file():
+                return file.read_text(encoding="utf-8")
+        named = config.get("chat_template")
+        if isinstance(named, list):
+            named = next((each["template"] for each in named if each.get("name") == "default"), None)
+        if not isinstance(named, str):
+            raise self._lacks_template()
+        return named
+
     def _lacks_template(self) -> QuantizationError:
         return QuantizationError(
             f"{self.folder}: the tokenizer has no chat template, which chat transcripts need",
@@ -64,9 +165,46 @@ class ChatTemplate:
 
 
 def _names_template(file: Path) -> bool:
+    return bool(_read_object(file).get("chat_template"))
+
+
+def _read_object(file: Path) -> dict[str, Any]:
     try:
-        return bool(json.loads(file.read_bytes()).get("chat_template"))
-    except (ValueError, AttributeError) as error:
+        values = json.loads(file.read_bytes())
+        if not isinstance(values, dict):
+            raise ValueError(f"it is {type(values).__name__}")
+    except ValueError as error:
         raise QuantizationError(
             f"{file} holds no JSON object: {error}", hint="copy it from the model's own repository"
         ) from error
+    return values
+
+
+def _check(message: Message, number: int) -> None:
+    """ValueError for what no template could say."""
+    has = f"(it has {', '.join(map(repr, message)) or 'nothing'})"
+    if not isinstance(message.get("role"), str):
+        raise ValueError(f'message {number} has no text under "role" {has}')
+    if _name_kind(message) == "none":
+        raise ValueError(f'message {number}, of role "{message["role"]}", has no text under "content" {has}')
+
+
+def _name_kind(message: Message) -> str:
+    """Of what a message says: text; parts, a list of texts; calls of tools, beside which text is welcome; none."""
+    content = message.get("content")
+    if isinstance(message.get("tool_calls"), list) and message["tool_calls"]:
+        return "calls"
+    if isinstance(content, str):
+        return "text"
+    return "parts" if isinstance(content, list) and content and all(map(_is_text, content)) else "none"
+
+
+def _is_text(part: object) -> bool:
+    return isinstance(part, dict) and part.get("type") == "text" and isinstance(part.get("text"), str)
+
+
+def _replace(message: Message, word: str) -> Message:
+    kind = _name_kind(message)
+    if kind == "calls":
+        return message
+    return {**message, "content": word if kind == "text" else [{"type": "text", "text": word}]}

@@ -132,8 +132,10 @@ def summarize(layers: Mapping[str, Mapping[str, Mapping[str, float]]]) -> dict[s
     }
 
 
-def warn(coverage: Mapping[str, Any]) -> str | None:
-    """What to tell the user; None where the text is enough."""
+def warn(coverage: Mapping[str, Any], samples: int | None) -> str | None:
+    """What to tell the user; None where the text is enough, and where there was none (`samples` None)."""
+    if samples == 1:
+        return "one sample says nothing about what more would change: raise stages.quantize.calibration.samples"
     changing: Sequence[str] = coverage["changing"]
     if not changing:
         return None

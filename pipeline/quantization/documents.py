@@ -1,11 +1,12 @@
 """Calibration files as documents: lines of plain text, texts out of JSON lines, chat transcripts.
 
-A document is what one line of a file holds, so a file can be entered at any byte: its first whole line is the next one.
-Nothing reads more of a file than the lines that are asked for.
+A document is what one line of a file holds, so a file can be entered at any byte, and a long document, too. Nothing
+reads more of a file than the lines that are asked for; of plain text, whose lines may have no end, only parts of them.
 """
 
 from __future__ import annotations
 
+import codecs
 import json
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
@@ -17,7 +18,11 @@ from pipeline.errors import QuantizationError
 if TYPE_CHECKING:
     from pipeline.quantization.chat import ChatTemplate
 
-MAX_LINE = 64 << 20  # bytes: a file without line ends must not be read whole
+MAX_LINE = 64 << 20  # bytes of JSON: a file without line ends must not be read whole
+PART = 1 << 16  # characters of a long document, or bytes of plain text, given at a time
+BLOCK = 1 << 16  # bytes looked through at a time for a line's beginning
+CHECKED, SEARCHED = 1 << 16, 1 << 20  # bytes that a check reads, and that it seeks a first document in
+MAX_DIGITS = 4300  # of a number: Python's own bound, beyond which it takes quadratic time
 JSON_LINES = (".jsonl", ".ndjson")
 KEYS = {"jsonl": "text", "chat": "messages"}  # where a line's object holds what it is about, unless told
 SETTING = "stages.quantize.calibration.files"
@@ -60,32 +65,104 @@ class Documents:
         self.format = file.format if file.format != "auto" else _guess_format(file.path)
         self.key = file.key or KEYS.get(self.format, "")
         readers: dict[str, Callable[[str], str]] = {"jsonl": self._read_json, "chat": self._read_chat}
-        self._read = readers.get(self.format, str)
+        self._read = readers.get(self.format, _read_text)
+        self._long: tuple[int, int, str] | None = None  # begin, end and text of the last document longer than a part
 
     @property
     def nbytes(self) -> int:
         return self.path.stat().st_size
 
-    def read(self, start: int = 0) -> Iterator[tuple[int, str]]:
-        """Each document from the first line that begins at or after byte `start`, with the byte after it."""
-        with open(self.path, "rb") as file:
-            if start:
-                file.seek(start - 1)
-                file.readline(MAX_LINE)  # the rest of the line before, or just its end
-            while line := self._read_line(file):
-                if document := self._decode(line, file.tell() - len(line)):
-                    yield file.tell(), document
+    def read(self, start: int = 0, *, part: int = PART) -> Iterator[tuple[int, str]]:
+        """Each document from about byte `start` on, with the byte to go on at.
 
-    def _read_line(self, file: BinaryIO) -> bytes:
-        begin = file.tell()
-        line = file.readline(MAX_LINE)
-        if len(line) == MAX_LINE and not line.endswith(b"\n"):
-            raise self._refuse(begin, f"is longer than {MAX_LINE >> 20} MiB")
-        return line
+        Of JSON the first is the one that `start` lies in: whole, or from the same share of its text on if it has more
+        than `part` characters, as any such comes in parts. Plain text begins with the next line, or word, or character,
+        within `part` bytes. Reading on from a byte that was given repeats nothing.
+        """
+        if start >= self.nbytes:
+            return
+        with open(self.path, "rb") as file:
+            begin = self._enter_text(file, start, part) if self.format == "text" else self._find_line(file, start)
+            while True:
+                if self._long is not None and self._long[0] == begin:
+                    _, end, document = self._long
+                else:
+                    file.seek(begin)
+                    line = self._read_line(file, part)
+                    if not line:
+                        return
+                    end, document = begin + len(line), self._decode(line, begin)
+                yield from self._cut(document, begin, end, start, part)
+                begin = end
+
+    def check(self) -> None:
+        """Reads the first documents as `read` does. Also refuses what has none in all of a file, or its beginning."""
+        begin, found = 0, False
+        with open(self.path, "rb") as file:
+            while begin < (CHECKED if found else SEARCHED) and (line := self._read_line(file, PART)):
+                found = bool(self._decode(line, begin).strip()) or found
+                begin += len(line)
+                file.seek(begin)
+        if not found and begin >= self.nbytes:
+            raise QuantizationError(f"{self.path} holds no text", hint=f"{SETTING} names files of text")
+
+    def _cut(self, document: str, begin: int, end: int, start: int, part: int) -> Iterator[tuple[int, str]]:
+        """The document of the line from byte `begin` to `end`, as `read` gives it."""
+        length, nbytes = len(document), end - begin
+        if length <= part or self.format == "text":
+            if document:
+                yield end, document
+            return
+        self._long = begin, end, document
+        at = _find_space(document, -(-(start - begin) * length // nbytes), part) if start > begin else 0
+        while at < length:
+            stop = _find_space(document, at + part // 2, part // 2)
+            # Rounded up, as `at` is: what begins there is behind what was given.
+            yield begin + -(-stop * nbytes // length), document[at:stop]
+            at = stop
+
+    def _find_line(self, file: BinaryIO, start: int) -> int:
+        """The beginning of the line that byte `start` lies in."""
+        if self._long is not None and self._long[0] <= start < self._long[1]:
+            return self._long[0]
+        stop = start
+        while stop > 0:
+            block = max(0, stop - BLOCK)
+            file.seek(block)
+            found = file.read(stop - block).rfind(b"\n")
+            if found >= 0:
+                return block + found + 1
+            if start - block > MAX_LINE:
+                raise self._refuse(block, f"is longer than {MAX_LINE >> 20} MiB")
+            stop = block
+        return 0
+
+    @staticmethod
+    def _enter_text(file: BinaryIO, start: int, part: int) -> int:
+        """The first place from byte `start` on, within `part` bytes, where a line begins, else a word, or character."""
+        if start == 0:
+            return 0
+        file.seek(start - 1)
+        ahead = file.read(part)
+        if (found := ahead.find(b"\n")) >= 0:
+            return start + found
+        if (found := ahead.find(b" ", 1)) >= 0:
+            return start - 1 + found
+        return start + next((i for i, byte in enumerate(ahead[1:]) if byte & 0xC0 != 0x80), len(ahead))
+
+    def _read_line(self, file: BinaryIO, part: int) -> bytes:
+        """The next line, of plain text at most `part` bytes of it."""
+        begin, most = file.tell(), part if self.format == "text" else MAX_LINE
+        line = file.readline(most)
+        if len(line) < most or line.endswith(b"\n"):
+            return line
+        if self.format == "text":
+            return _drop_cut_character(line)
+        raise self._refuse(begin, f"is longer than {MAX_LINE >> 20} MiB")
 
     def _decode(self, line: bytes, begin: int) -> str:
         try:
-            text = line.decode()
+            text = (line if begin else line.removeprefix(codecs.BOM_UTF8)).decode()
             document = self._read(text) if self.format == "text" or text.strip() else ""
             document.encode()  # JSON can spell half a character
             return document
@@ -95,7 +172,8 @@ class Documents:
     def _refuse(self, begin: int, problem: str) -> QuantizationError:
         hints = {
             "text": f"{SETTING} names UTF-8 text files",
-            "jsonl": f'every line holds an object with the text under a key: {SETTING}: [{{path: …, key: "text"}}]',
+            "jsonl": f'every line holds an object with the text under a key: {SETTING}: [{{path: …, key: "text"}}]; '
+            'of chats {"messages": [{"role": "user", "content": "…"}, …]}, format: chat',
             "chat": 'every line holds an object like {"messages": [{"role": "user", "content": "…"}, …]}',
         }
         return QuantizationError(
@@ -106,7 +184,7 @@ class Documents:
         text = self._find(line)
         if not isinstance(text, str):
             raise ValueError(f'"{self.key}" holds no text, but {type(text).__name__}')
-        return text + "\n\n"
+        return text + "\n\n" if text.strip() else ""
 
     def _read_chat(self, line: str) -> str:
         messages = self._find(line)
@@ -122,10 +200,19 @@ class Documents:
 
 
 def _guess_format(path: Path) -> str:
+    """By the name, and the first line that holds anything. Raises QuantizationError for the name .json."""
+    if path.suffix.lower() == ".json":
+        raise QuantizationError(
+            f"{path}: a .json file is neither plain text nor JSON lines",
+            hint="write one JSON object per line in a .jsonl file; to take it as it is, say which: "
+            f"{SETTING}: [{{path: {path}, format: text}}]",
+        )
     if path.suffix.lower() not in JSON_LINES:
         return "text"
     with open(path, "rb") as file:
-        line = file.readline(MAX_LINE)
+        line = b""
+        while not line.strip() and file.tell() < MAX_LINE and (line := file.readline(MAX_LINE)):
+            line = line.removeprefix(codecs.BOM_UTF8)
     try:
         return "chat" if KEYS["chat"] in _parse(line.decode()) else "jsonl"
     except (UnicodeDecodeError, ValueError, RecursionError):
@@ -134,12 +221,41 @@ def _guess_format(path: Path) -> str:
 
 def _parse(line: str) -> dict[str, Any]:
     try:
-        record = json.loads(line)
+        record = json.loads(line, parse_int=_parse_int)
     except json.JSONDecodeError as error:
         raise ValueError(f"is not JSON: {error.msg} at column {error.colno}") from error
     if not isinstance(record, dict):
         raise ValueError(f"is no JSON object, but {type(record).__name__}")
     return record
+
+
+def _parse_int(digits: str) -> int:
+    if len(digits) > MAX_DIGITS:
+        raise ValueError(f"holds a number of {len(digits):,} digits: put it in quotes, or leave it out")
+    return int(digits)
+
+
+def _read_text(line: str) -> str:
+    """With line ends as a file that is opened as text has them."""
+    return line.replace("\r\n", "\n")
+
+
+def _find_space(text: str, start: int, within: int) -> int:
+    """The first line's or word's end from character `start` on, within so many; else `start` itself."""
+    for mark in ("\n", " "):
+        found = text.find(mark, start, start + within)
+        if found >= 0:
+            return found
+    return min(start, len(text))
+
+
+def _drop_cut_character(line: bytes) -> bytes:
+    decoder = codecs.getincrementaldecoder("utf-8")()
+    try:
+        decoder.decode(line)
+    except UnicodeDecodeError:
+        return line  # refused by who decodes it
+    return line[: len(line) - len(decoder.getstate()[0])]
 
 
 def _count_lines(path: Path, end: int) -> int:

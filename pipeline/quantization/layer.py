@@ -31,6 +31,10 @@ if TYPE_CHECKING:
     from pipeline.quantization.scale_groups import ScaleGroup
 
 
+NEAREST = "rtn"  # in whatever format
+SCALED_NEAREST = {"awq_gptq": "awq"}  # of methods whose scale and whose rounding are two
+
+
 def group_linears(
     architecture: Architecture, layer: int | None, present: Collection[str], linears: Mapping[str, Linear]
 ) -> list[tuple[str, ScaleGroup]]:
@@ -116,7 +120,8 @@ def plan_layer(
             moments=looks.moments(group, members) if looks is not None and METHODS[method].moments else {},
             factors=factors,
         )
-        _take(plan, group, CHOOSERS[method](problem), linears, source)
+        unfed = {linear.name for linear in members if looks is not None and linear.name not in inputs}
+        _take(plan, group, CHOOSERS[method](problem), linears, source, unfed)
         progress.advance(1)
     _share_input_ranges(plan, {name: linears[name] for _, group in groups for name in group.linears})
     return plan
@@ -145,8 +150,14 @@ def _share_input_ranges(plan: LayerPlan, linears: Mapping[str, Linear]) -> None:
 
 
 def _take(
-    plan: LayerPlan, group: ScaleGroup, choice: Choice, linears: Mapping[str, Linear], source: TensorSource
+    plan: LayerPlan,
+    group: ScaleGroup,
+    choice: Choice,
+    linears: Mapping[str, Linear],
+    source: TensorSource,
+    unfed: Collection[str],
 ) -> None:
+    """`unfed`: linears of a method that measures, of which calibration saw too little to measure."""
     place = plan.adjustments.add(group, choice.scale, source) if choice.scale is not None else None
     plan.treatments.update(choice.treatments)
     for name in group.linears:
@@ -154,7 +165,7 @@ def _take(
         treatment, linear = choice.treatments.get(name, PLAIN), linears[name]
         vector = plan.adjustments.dtype.itemsize * linear.shape[1] if name in plan.adjustments.vectors else 0
         plan.rows[name] = {
-            "method": linear.method,
+            "method": _name_unfed(linear.method, choice) if name in unfed else linear.method,
             "format": linear.format,
             "group_size": linear.group,
             "weights": linear.shape[0] * linear.shape[1],
@@ -164,6 +175,14 @@ def _take(
             "scale_group": group.name,
             "clipped": treatment.limits is not None,
         }
+
+
+def _name_unfed(method: str, choice: Choice) -> str:
+    """What was done to a linear that its method measured nothing of: it took its group's scale, if there is one, and
+    was rounded to nearest."""
+    if choice.scale is None:
+        return NEAREST
+    return SCALED_NEAREST.get(method, method)
 
 
 def _round(loss: float) -> float:

@@ -15,7 +15,7 @@ from pipeline.quantization.capture import EXPERTS, Captured, Inputs
 from pipeline.quantization.moments import Moment, MomentSum
 
 if TYPE_CHECKING:
-    from collections.abc import Callable, Iterator, Sequence
+    from collections.abc import Callable, Iterator, Mapping, Sequence
 
     from torch import Tensor
 
@@ -25,6 +25,24 @@ if TYPE_CHECKING:
 # An expert with fewer calibration tokens has no statistics of its own: fewer than a handful of values per channel.
 FEW_TOKENS = 32
 UNROUTED = ("round_to_nearest", "share_scale", "error")  # see settings.py
+DONE = {"round_to_nearest": "rounded to nearest", "share_scale": "measured on the tokens of the whole layer"}
+
+
+def warn_starved(experts: Mapping[str, Mapping[str, Any]]) -> str | None:
+    """What to tell the user of a run's starved experts, by quantization.json's "experts"; None where all were fed."""
+    starved = {layer: row for layer, row in experts.items() if row["unrouted"]}
+    if not starved:
+        return None
+    layer, first = max(starved.items(), key=lambda item: len(item[1]["unrouted"]))
+    where = f"layer {layer}: {len(first['unrouted'])} of {len(first['tokens'])} experts"
+    if len(starved) > 1:
+        count, of = (sum(len(row[key]) for row in experts.values()) for key in ("unrouted", "tokens"))
+        where = f"{count} of {of} experts in {len(starved)} of {len(experts)} layers (most in {where})"
+    policies = sorted({policy for row in starved.values() for policy in row["unrouted"].values()})
+    return (
+        f"{where} had fewer than {FEW_TOKENS} tokens of calibration: {', '.join(DONE[policy] for policy in policies)} "
+        "(stages.quantize.unrouted_experts); more stages.quantize.calibration.samples would feed them"
+    )
 
 
 class LinearInputs:

@@ -19,7 +19,7 @@ from pipeline.checkpoint.layouts import layout_for
 from pipeline.checkpoint.layouts.scales import BLOCK_SCALES, FP8, cache_scale
 from pipeline.checkpoint.shards import Shard, write_index
 from pipeline.checkpoint.tensors import TensorInfo
-from pipeline.errors import CompatibilityError
+from pipeline.errors import CompatibilityError, StoreError
 from pipeline.progress import SILENT, Progress
 from pipeline.quantization import calibration
 from pipeline.quantization.calibration import Calibration, sample_pieces
@@ -28,7 +28,7 @@ from pipeline.quantization.documents import name_file
 from pipeline.quantization.heap import trim_heap
 from pipeline.quantization.kv_cache import cache_step
 from pipeline.quantization.layer import LayerPlan, group_linears, plan_layer
-from pipeline.quantization.linear_inputs import UNROUTED
+from pipeline.quantization.linear_inputs import UNROUTED, warn_starved
 from pipeline.quantization.report import REPORT, QuantizationReport, describe_config
 from pipeline.quantization.rules import choose_linears
 from pipeline.quantization.selection import METHODS, name_algo
@@ -105,10 +105,24 @@ class _Run:
             self.progress.note(line)
         for pattern in self.selection.idle_patterns:
             self.progress.note(f"exclude pattern {pattern} matches no linear")
+        # Too little text is to be told as that, not as what more of it would take.
+        layers = range(self.source.architecture.num_layers)
+        if self.measures and not all(self.workspace.is_done(f"layer-{layer}") for layer in layers):
+            self.calibration.draw()
         # Before a layer, behind it, and what its experts read.
         states = 3 * self.calibration.states(0).nbytes if self.measures else 0
         left = (names for step, names in self.steps.items() if not self.workspace.is_done(step))
-        self.workspace.require(sum(self._count_bytes(name) for names in left for name in names) + states)
+        written = sum(self._count_bytes(name) for names in left for name in names)
+        try:
+            self.workspace.require(written + states)
+        except StoreError as error:
+            if states <= written:
+                raise
+            c = self.settings.calibration
+            raise StoreError(
+                f"{error.message}; {states:,} of them are what layers read of {c.samples:,} x {c.length:,} tokens",
+                hint=f"lower stages.quantize.calibration.samples or length; or {error.hint}",
+            ) from error
 
     def quantize_layer(self, layer: int) -> None:
         """Measures, chooses, and writes one layer's shard."""
@@ -122,7 +136,7 @@ class _Run:
             captured = self.calibration.capture(layer, watched, moments)
             trim_heap()  # of the layer's module
             self.progress.start(f"choosing scales of layer {layer}", len(groups), "groups")
-        plan = self._plan(layer, groups, captured, self.progress if watched else SILENT)
+        plan = self._plan(layer, groups, captured, self.progress if captured is not None else SILENT)
         if captured is not None and keeps_cache:
             plan.added[cache_scale(layer)] = cache_step(self.settings.kv_cache, captured.cache_amax)
         plan.coverage = captured.coverage if captured is not None else {}
@@ -195,9 +209,10 @@ class _Run:
             write_index(self.workspace.path, shards),
             *self.source.copy_companions(self.workspace.path),
         ]
-        warning = warn(report.coverage)
-        if warning is not None:
-            self.progress.note(warning)
+        samples = self.settings.calibration.samples if self.measures else None
+        for warning in (warn_starved(report.experts), warn(report.coverage, samples)):
+            if warning is not None:
+                self.progress.note(warning)
         report.write(self.workspace.path / REPORT)
         self.workspace.finish("report", [*written, self.workspace.path / REPORT])
 

@@ -33,8 +33,9 @@ KNOWN: Mapping[str, Callable[[Mapping[str, Any]], tuple[object, ...]]] = {
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class QuantizationReport:
-    """`linears`: by name, group size, how many weights in how many bytes (scales and vector included), alpha, where the
-    scale went, whether clipped, output error before and after.
+    """`linears`: by name, what was done (`method`: of an expert with too few tokens to measure rtn, to nearest in its
+    format, or the method of the scale that it shares), group size, how many weights in how many bytes (scales and
+    vector included), alpha, where the scale went, whether clipped, output error before and after.
 
     `unquantized`: the other weight matrices, with the reason. `experts`: by routed layer, calibration tokens per expert
     and the policy applied to those with too few. `coverage`: whether the text says enough, see coverage.py. Losses are

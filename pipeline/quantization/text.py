@@ -2,7 +2,8 @@
 
 Files of ordinary size are tokenized whole, their pieces put into one pool and drawn from. Where a file says its weight,
 or is too large to be read whole, each file gives a number of pieces of its own: by the weights, else by the sizes. A
-large file is entered at as many places, one in each of equal parts, and only what is drawn is read.
+large file is entered at as many places, one in each of equal parts, and only what is drawn is read; whole, where that
+is not enough.
 """
 
 from __future__ import annotations
@@ -19,13 +20,14 @@ from pipeline.quantization.documents import SETTING, CalibrationFile, Documents,
 
 if TYPE_CHECKING:
     from array import array
-    from collections.abc import Sequence
+    from collections.abc import Iterable, Iterator, Sequence
 
     from tokenizers import Tokenizer
     from torch import Tensor
 
 WHOLE_BYTES = 16 << 20  # of a file that is tokenized whole: half a minute's work
-BATCH = 256  # documents tokenized at a time
+BATCH, BATCH_CHARACTERS = 256, 1 << 20  # documents tokenized at a time, and about how many characters
+CHARACTERS = 5  # of a token, about: what is read at a time where a file is entered
 
 
 def sample_tokens(
@@ -65,7 +67,7 @@ def sample_tokens(
         raise QuantizationError(
             f"too little calibration text: {samples} pieces of {length} tokens are wanted, there are {len(pieces)} "
             f"({found})",
-            hint="add files to stages.quantize.calibration.files, or lower samples or length",
+            hint=f"add text to {SETTING}, or lower samples or length",
         )
     first = token_array(() if bos is None else (bos,))
     tokens = torch.stack([torch.frombuffer(first + piece, dtype=torch.int32) for piece in pieces]).long()
@@ -111,7 +113,9 @@ class _Source:
     tokenizer_file: Path
     wanted: int  # tokens of a piece, without BOS
     bos: int | None
-    tokens: int = 0
+    tokens: int = 0  # of a file that was read whole
+    share: int | None = None  # pieces that were to come of it, where each file has a share
+    found: int = 0  # pieces that did
 
     @property
     def is_small(self) -> bool:
@@ -123,11 +127,26 @@ class _Source:
         return self.file.weight if self.file.weight is not None else 1.0
 
     def describe(self) -> str:
-        return f"{self.file.path}: {self.tokens:,} tokens"
+        """What was found, in tokens where all of it was read, beside the share that was to come of it."""
+        if self.share is None:
+            return f"{self.file.path}: {self.tokens:,} tokens"
+        what = "enough" if self.found == self.share else f"{self.tokens:,} tokens"
+        return f"{self.file.path}: {what} for its share of {self.share:,} pieces"
 
     def draw(self, count: int, chance: random.Random) -> list[array[int]]:
         """At most `count` pieces."""
-        return _draw(self.cut(), count, chance) if self.is_small else self._enter(count, chance)
+        self.share = count
+        pieces = self._find(count, chance)
+        self.found = len(pieces)
+        return pieces
+
+    def _find(self, count: int, chance: random.Random) -> list[array[int]]:
+        if not self.is_small:
+            for parts in (count, 2 * count):  # what begins near an end may be too short for a piece
+                pieces = self._enter(parts, chance)
+                if len(pieces) >= count:
+                    return _draw(pieces, count, chance)
+        return _draw(self.cut(), count, chance)
 
     def cut(self) -> list[array[int]]:
         """The whole file in pieces; what is left at its end is too short for one."""
@@ -135,12 +154,15 @@ class _Source:
         if documents.format == "text":
             ids = encode_file(self.tokenizer_file, self.file.path, setting=SETTING)
         else:
-            ids = self._encode(load_tokenizer(self.tokenizer_file), [text for _, text in documents.read()])
+            ids, tokenizer = token_array(), load_tokenizer(self.tokenizer_file)
+            for texts in _batch(text for _, text in documents.read()):
+                ids += self._encode(tokenizer, texts)
         self.tokens = len(ids)
         return [ids[start : start + self.wanted] for start in range(0, len(ids) - self.wanted + 1, self.wanted)]
 
     def _enter(self, count: int, chance: random.Random) -> list[array[int]]:
-        """A piece from a random place in each of `count` equal parts of the file, none reaching into the next."""
+        """A piece from a random place in each of `count` equal parts of the file, none reaching into the next; fewer
+        where what is left behind such a place is too short, or belongs to the piece before."""
         documents = Documents(self.file, self.template)
         tokenizer = load_tokenizer(self.tokenizer_file)
         part = documents.nbytes / max(count, 1)
@@ -148,20 +170,30 @@ class _Source:
         behind = 0
         for i in range(count):
             ids = token_array()
-            for end, text in documents.read(max(behind, int((i + chance.random()) * part))):
+            start = max(behind, int((i + chance.random()) * part))
+            for end, text in documents.read(start, part=max(CHARACTERS * self.wanted, 256)):
                 behind = end
                 ids += self._encode(tokenizer, [text])
                 if len(ids) >= self.wanted:
+                    pieces.append(ids[: self.wanted])
                     break
-            self.tokens += len(ids)
-            if len(ids) >= self.wanted:
-                pieces.append(ids[: self.wanted])
         return pieces
 
     def _encode(self, tokenizer: Tokenizer, texts: Sequence[str]) -> array[int]:
         found = token_array()
-        for start in range(0, len(texts), BATCH):
-            for encoding in tokenizer.encode_batch(list(texts[start : start + BATCH]), add_special_tokens=False):
-                ids: list[int] = encoding.ids
-                found.extend(ids[1:] if ids[:1] == [self.bos] else ids)
+        for encoding in tokenizer.encode_batch(list(texts), add_special_tokens=False):
+            ids: list[int] = encoding.ids
+            found.extend(ids[1:] if ids[:1] == [self.bos] else ids)
         return found
+
+
+def _batch(texts: Iterable[str]) -> Iterator[list[str]]:
+    """In lists of at most BATCH, that end with the text that fills them."""
+    batch: list[str] = []
+    for text in texts:
+        batch.append(text)
+        if len(batch) == BATCH or sum(map(len, batch)) >= BATCH_CHARACTERS:
+            yield batch
+            batch = []
+    if batch:
+        yield batch

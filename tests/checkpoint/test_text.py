@@ -44,6 +44,24 @@ def test_memory_is_of_the_tokens(tmp_path: Path) -> None:
     assert large - small < 8 * (many - few)
 
 
+def test_a_line_may_be_the_whole_file(tmp_path: Path) -> None:
+    """Cut between words: the same tokens, in the memory that lines of ordinary length take."""
+    text = " ".join(Path("checkpoints/text/calibration.txt").read_text(encoding="utf-8").split())
+    (tmp_path / "short.txt").write_text(text)
+    (tmp_path / "long.txt").write_text(" ".join([text] * 12))
+    tokenizer = Path("checkpoints/deepseek-v2-tiny/tokenizer.json")
+    assert len(text) > 4 * CHUNK_CHARACTERS
+    assert encode_file(tokenizer, tmp_path / "short.txt", setting="x").tolist() == encode_text(tokenizer, text)
+    (few, small), (many, large) = peak(tmp_path / "short.txt"), peak(tmp_path / "long.txt")
+    assert large - small < 12 * (many - few) + 16_000_000
+
+
+def test_a_byte_order_mark_is_no_text(llama_path: Path, tmp_path: Path) -> None:
+    (tmp_path / "text.txt").write_text("text", encoding="utf-8-sig")
+    expected = encode_text(llama_path / "tokenizer.json", "text")
+    assert encode_file(llama_path / "tokenizer.json", tmp_path / "text.txt", setting="x").tolist() == expected
+
+
 def test_words_are_not_kept_for_a_tokenizer_that_is_gone() -> None:
     """The library would keep 4 MB each time."""
     text = Path("checkpoints/text/calibration.txt")

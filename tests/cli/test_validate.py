@@ -1,5 +1,7 @@
 import json
 import shutil
+import subprocess
+import sys
 
 import pytest
 
@@ -94,6 +96,58 @@ def test_chat_transcripts_need_a_template(workplace, invoke, llama_path):
     file.unlink()
     with pytest.raises(QuantizationError, match=r"has no tokenizer_config\.json"):
         invoke("validate", "small", *settings)
+
+
+CHAT = '{"messages": [{"role": "user", "content": "hi"}, {"role": "%s", "content": "why"}]}'
+
+
+@pytest.mark.parametrize(
+    ("name", "content", "problem"),
+    [
+        ("a.jsonl", '{"body": "x"}', r"a.jsonl:1: there is no key \"text\" \(there is 'body'\)"),
+        ("a.jsonl", '\n\n{"conversations": []}', r"a.jsonl:3: there is no key \"text\""),
+        ("a.jsonl", '[\n{"text": "x"}\n]', r"a.jsonl:1: is not JSON"),
+        ("a.jsonl", '{"text": ""}\n' * 9, r"a.jsonl holds no text"),
+        ("a.jsonl", '{"text": "x"}\n{"text": 3}', r'a.jsonl:2: "text" holds no text, but int'),
+        ("a.jsonl", '{"text": ' + "7" * 5000 + "}", r"a.jsonl:1: holds a number of 5,000 digits"),
+        ("a.txt", "\n \n", r"a.txt holds no text"),
+        ("a.json", '[{"text": "x"}]', r"a.json: a .json file is neither"),
+        ("a.jsonl", CHAT % "Bot", r"a.jsonl:1: .*leaves out message 2, of role \"Bot\" \(it knows user\)"),
+        ("a.jsonl", CHAT % "tool", r"a.jsonl:1: the model's chat template refuses it: no tools"),
+        ("a.jsonl", CHAT % "user", ""),
+        ("a.jsonl", '\ufeff{"text": "x"}', ""),
+        ("a.jsonl", '{"text": ""}\n{"text": "x"}', ""),
+    ],
+)
+def test_calibration_files_begin_as_their_format_does(workplace, invoke, llama_path, name, content, problem):
+    shutil.copytree(llama_path, workplace / "model")
+    file = workplace / "model" / "tokenizer_config.json"
+    template = (
+        "{% for m in messages %}{% if m.role == 'user' %}{{ m.content }}"
+        "{% elif m.role == 'tool' %}{{ raise_exception('no tools') }}{% endif %}{% endfor %}"
+    )
+    file.write_text(json.dumps(json.loads(file.read_text()) | {"chat_template": template}))
+    (workplace / name).write_text(content, encoding="utf-8")
+    settings = ("--set", "model.path=model", "--set", f"stages.quantize.calibration.files=[{name}]")
+    if not problem:
+        assert invoke("validate", "small", *settings).exit_code == 0
+        return
+    with pytest.raises(QuantizationError, match=problem):
+        invoke("validate", "small", *settings)
+
+
+def test_chats_are_looked_at_without_transformers(workplace, llama_path):
+    shutil.copytree(llama_path, workplace / "model")
+    (workplace / "model" / "chat_template.jinja").write_text("{{ messages }}")
+    (workplace / "a.jsonl").write_text(CHAT % "user")
+    code = (
+        "import sys; from pipeline.cli.main import cli; "
+        "cli(['validate', 'small', '--set', 'model.path=model', '--set', "
+        "'stages.quantize.calibration.files=[a.jsonl]'], standalone_mode=False); "
+        "print(sorted({'torch', 'transformers', 'jinja2'} & sys.modules.keys()))"
+    )
+    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=False)
+    assert done.stdout.splitlines()[-1:] == ["['jinja2']"], done.stderr
 
 
 def test_rtn_reads_no_calibration_text(workplace, invoke):

@@ -219,6 +219,18 @@ def test_a_bad_override_is_quoted(folder, override, message, hint):
             "a.yaml:2: stages.verify.gates.mean_kl: must be a number",
             "write mean_kl in digits, as 0.05 or 1e-4",
         ),
+        (
+            "stages: {quantize: {method: w4a8}}",
+            "a.yaml:2: stages.quantize.method: must be 'awq', ",
+            "did you mean awq_fp8?",
+        ),
+        ("stages: {quantize: {method: W8A8}}", "a.yaml:2: stages.quantize.method", "did you mean smoothquant?"),
+        ("stages: {quantize: {recipe: {rows: [{pattern: x, method: int4}]}}}", "a.yaml:2: ", "did you mean awq?"),
+        (
+            "stages: {quantize: {calibration: {length: 1}}}",
+            "a.yaml:2: stages.quantize.calibration.length: must be at least 2, not 1",
+            "",
+        ),
         ("name: ../evil", "a.yaml:2: name: must match", ""),
         ("name: store", "name store is taken", ""),
         ("name: a\nstore: out/a/b", "store out/a/b is within out/a", ""),

@@ -84,8 +84,15 @@ def test_the_warning_names_what_would_change() -> None:
     settled = {"score": 0.9, "change": CHANGED / 2}
     moving = {"score": 0.7, "change": CHANGED * 2}
     enough = summarize({"0": {"mlp.down_proj": settled}, "1": {"mlp.down_proj": settled}})
-    assert enough["score"] == 0.9 and warn(enough) is None
+    assert enough["score"] == 0.9 and warn(enough, 16) is None
     found = summarize({"0": {"mlp.down_proj": settled}, "1": {"mlp.down_proj": moving, "self_attn.q_proj": settled}})
     assert (found["score"], found["change"], found["changing"]) == (0.7, 0.1, ["1.mlp.down_proj"])
-    assert "1 of 3 inputs moved by more than 5%, at most by 10.0% (first: layer 1.mlp.down_proj)" in str(warn(found))
-    assert warn(summarize({})) is None
+    assert "1 of 3 inputs moved by more than 5%, at most by 10.0% (first: layer 1.mlp.down_proj)" in str(
+        warn(found, 16)
+    )
+    assert warn(summarize({}), 16) is None
+
+
+def test_one_sample_is_warned_of() -> None:
+    assert "one sample says nothing" in str(warn(summarize({}), 1))
+    assert warn(summarize({}), None) is None  # nothing was measured

@@ -7,10 +7,11 @@ from pathlib import Path
 
 import pytest
 
+from pipeline.errors import QuantizationError, StoreError
 from pipeline.quantization.quantize import quantize_checkpoint
 from pipeline.workspace import FolderWorkspace
 from tests import fixtures
-from tests.quantization.support import Model, Settings
+from tests.quantization.support import CalibrationSettings, Model, Settings
 
 
 class Asked(FolderWorkspace):
@@ -43,3 +44,29 @@ def test_what_is_left_to_write(tmp_path: Path, method: str) -> None:
     report = quantize_checkpoint(source, again, settings=settings)
     assert report.bytes_after <= killed.required[0] < 1.2 * report.bytes_after < report.bytes_before
     assert 0 < again.required[0] < killed.required[0]
+
+
+def test_too_much_calibration_is_told_as_that(tmp_path: Path) -> None:
+    """Text that is too short before the disk that more of it would take; else what takes it."""
+    hub = fixtures.llama(tmp_path / "hub", tokenizer=True)
+    source = Model.load(hub).write(tmp_path / "engine", hub)
+    (tmp_path / "a.txt").write_text("".join(f"word{i} " for i in range(5000)))
+    asked = Asked(tmp_path)
+    settings = Settings(calibration=CalibrationSettings(files=(tmp_path / "a.txt",), samples=10**6, length=256))
+    with pytest.raises(QuantizationError, match="too little calibration text: 1000000 pieces of 256 tokens"):
+        quantize_checkpoint(source, asked, settings=settings)
+    assert not asked.required
+
+    def refuse(nbytes: int) -> None:
+        raise StoreError(f"{nbytes:,} bytes are still to be written", hint="free some space")
+
+    asked.require = refuse  # type: ignore[method-assign]
+    settings = Settings(calibration=CalibrationSettings(files=(tmp_path / "a.txt",), samples=300, length=64))
+    size = source.architecture.hidden_size
+    of = f"{3 * 300 * 64 * size * 4:,} of them are what layers read of 300 x 64 tokens"
+    with pytest.raises(StoreError, match=of) as caught:
+        quantize_checkpoint(source, asked, settings=settings)
+    assert caught.value.hint == "lower stages.quantize.calibration.samples or length; or free some space"
+    with pytest.raises(StoreError) as caught:
+        quantize_checkpoint(source, asked, settings=Settings(method="rtn", group_size=32))
+    assert caught.value.hint == "free some space"

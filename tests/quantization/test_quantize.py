@@ -17,6 +17,7 @@ from safetensors.torch import load_file
 from pipeline.checkpoint.folder import CheckpointFolder
 from pipeline.checkpoint.hub_weights import hf_layer_state, hf_outer_state
 from pipeline.errors import CheckpointError, CompatibilityError, QuantizationError
+from pipeline.progress import _Silent
 from pipeline.quantization import int4, int8
 from pipeline.quantization.quantize import quantize_checkpoint
 from pipeline.quantization.report import QuantizationReport
@@ -366,6 +367,7 @@ def test_experts_without_tokens(tmp_path: Path, text: Path, policy: str, method:
     assert experts["tokens"][5] == 0 and sum(experts["tokens"]) == 24 * 32 * 2
     assert experts["unrouted"]["5"] == policy
     row = report.linears["transformer.layers.1.mlp.experts.5.proj"]
+    assert row["method"] == ("rtn" if policy == "round_to_nearest" else method)
     if method == "gptq":
         assert (row["loss_after"] is None) == (policy == "round_to_nearest")
         return
@@ -375,6 +377,44 @@ def test_experts_without_tokens(tmp_path: Path, text: Path, policy: str, method:
         assert row["alpha"] is not None and row["loss_after"] <= row["loss_before"]
     routed = next(e for e, tokens in enumerate(experts["tokens"]) if tokens >= 32)
     assert report.linears[f"transformer.layers.1.mlp.experts.{routed}.proj"]["alpha"] is not None
+
+
+@pytest.mark.parametrize(("method", "scaled"), [("gptq", "rtn"), ("awq_gptq", "awq"), ("rtn", "rtn")])
+def test_starved_experts_are_told_and_called_what_they_are(
+    tmp_path: Path, text: Path, method: str, scaled: str
+) -> None:
+    class Notes(_Silent):
+        def __init__(self) -> None:
+            self.lines: list[str] = []
+
+        def note(self, message: str) -> None:
+            self.lines.append(message)
+
+    source = write_engine(tmp_path, fixtures.deepseek_v2(tmp_path / "hub", tokenizer=True))
+    s, notes = settings(text, samples=1, method=method), Notes()
+    workspace = FolderWorkspace(tmp_path / "out", journal=tmp_path / "journal")
+    report = quantize_checkpoint(source, workspace, settings=s, progress=notes)
+    told = [line for line in notes.lines if "had fewer than 32 tokens" in line]
+    if method == "rtn":
+        assert not told and not any("one sample" in line for line in notes.lines)
+        return
+    counts = {layer: len(row["unrouted"]) for layer, row in report.experts.items()}
+    most = max(counts, key=lambda layer: counts[layer])
+    assert counts.keys() == {"1", "2"} and counts[most] > 10
+    (line,) = told
+    assert line.startswith(f"{sum(counts.values())} of 32 experts in 2 of 2 layers (most in layer {most}: ")
+    assert "rounded to nearest (stages.quantize.unrouted_experts)" in line
+    assert any("one sample says nothing" in line for line in notes.lines)
+    for layer, row in report.experts.items():
+        for expert in range(16):
+            name = f"transformer.layers.{layer}.mlp.experts.{expert}"
+            found = {part: report.linears[f"{name}.{part}"]["method"] for part in ("fc", "gate", "proj")}
+            is_scaled = report.linears[f"{name}.fc"]["scale"] is not None
+            if str(expert) in row["unrouted"]:
+                shared = scaled if is_scaled else "rtn"
+                assert found == {"fc": shared, "gate": shared, "proj": "rtn"}
+            else:
+                assert set(found.values()) == {method}
 
 
 def test_experts_without_tokens_as_an_error(tmp_path: Path, text: Path) -> None:

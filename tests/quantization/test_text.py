@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 import json
 import random
 import re
@@ -13,7 +14,8 @@ import torch
 
 from pipeline.errors import QuantizationError
 from pipeline.quantization import documents, text
-from pipeline.quantization.documents import CalibrationFile, PlainFile
+from pipeline.quantization.chat import ChatTemplate
+from pipeline.quantization.documents import CalibrationFile, Documents, PlainFile
 from tests.fixtures import write_tokenizer
 
 
@@ -152,8 +154,8 @@ def test_large_files_are_entered_and_not_read(
     read: list[int] = []
     true_read = documents.Documents._read_line
 
-    def counted(self: documents.Documents, file: object) -> bytes:
-        line = true_read(self, file)  # type: ignore[arg-type]
+    def counted(self: documents.Documents, file: object, part: int) -> bytes:
+        line = true_read(self, file, part)  # type: ignore[arg-type]
         read.append(len(line))
         return line
 
@@ -200,6 +202,180 @@ def test_lines_are_counted_where_a_file_was_entered(
     write_lines(tmp_path / "a.jsonl", [{"text": "right"}] * 500 + [{"body": "wrong"}] * 5 + [{"text": "right"}] * 500)
     with pytest.raises(QuantizationError, match=r"a.jsonl:50[1-5]: there is no key"):
         sample(tokenizer, tmp_path / "a.jsonl", samples=1, length=8 * 1024)
+
+
+def write_words(path: Path, form: str, documents: int, length: int) -> str:
+    """`length` numbered words in each document, all on one line; what they are as one text."""
+    words = [f"w{i:06}" for i in range(documents * length)]
+    texts = [" ".join(words[i * length : (i + 1) * length]) for i in range(documents)]
+    lines = [json.dumps({"text": text}) for text in texts] if form == "jsonl" else texts
+    path.write_text("\n".join(lines) + "\n" * (form == "jsonl"))
+    return ("\n\n" if form == "jsonl" else "\n").join(texts)
+
+
+@pytest.mark.parametrize(("form", "documents"), [("text", 1), ("jsonl", 1), ("jsonl", 7), ("text", 7)])
+def test_long_lines_are_entered_anywhere(
+    tokenizer: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, form: str, documents: int
+) -> None:
+    """Forty pieces of few lines: spread over the file, cut between words, none twice, little tokenized."""
+    monkeypatch.setattr(text, "WHOLE_BYTES", 1000)
+    file = PlainFile(path=tmp_path / "long", format=form)
+    whole = write_words(file.path, form, documents, 35_000 // documents)
+    monkeypatch.setattr(text._Source, "cut", lambda self: pytest.fail("read whole"))
+    first, again, other = (sample(tokenizer, file, samples=40, length=64, seed=seed) for seed in (3, 3, 4))
+    assert torch.equal(first, again) and not torch.equal(first, other)
+    places = [whole.index(decode(tokenizer, piece)) for piece in first]  # raises where a piece is not the text's
+    assert all(place == 0 or whole[place - 1].isspace() or whole[place].isspace() for place in places)
+    assert places == sorted(places) and min(b - a for a, b in itertools.pairwise(places)) >= 64
+    part = len(whole) / 40
+    assert all(abs(place / part - i) < 1.3 for i, place in enumerate(places))
+
+
+@pytest.mark.parametrize("form", ["text", "jsonl"])
+def test_a_large_file_that_is_nearly_used_up_is_read_whole(
+    tokenizer: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, form: str
+) -> None:
+    monkeypatch.setattr(text, "WHOLE_BYTES", 1000)
+    file = PlainFile(path=tmp_path / "long", format=form)
+    whole = write_words(file.path, form, 3, 500)
+    fits = len(whole) // 50
+    tokens = sample(tokenizer, file, samples=fits, length=50)
+    assert "".join(decode(tokenizer, piece) for piece in tokens) == whole[: fits * 50]
+    count = len(whole) + 2 * (form == "jsonl")
+    found = re.escape(f"there are {fits} ({file.path}: {count:,} tokens for its share of 1,000 pieces)")
+    with pytest.raises(QuantizationError, match=found):
+        sample(tokenizer, file, samples=1000, length=50)
+
+
+def test_text_without_spaces_is_cut_between_characters(
+    tokenizer: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(text, "WHOLE_BYTES", 1000)
+    (tmp_path / "a.txt").write_text("日本語" * 9000)
+    assert sample(tokenizer, tmp_path / "a.txt", samples=30, length=64).shape == (30, 64)
+
+
+def test_reading_on_repeats_nothing(tokenizer: Path, tmp_path: Path) -> None:
+    """However often a file is entered where the last part ended, also where a character has many bytes."""
+    template, draw = ChatTemplate(tmp_path), random.Random(1)
+    words = [f"{draw.choice(('é', '字', 'x', ''))}{i:05}{draw.choice((' ', ' ', ' ', chr(10)))}" for i in range(6000)]
+    texts = ["".join(words[:2000]), words[2000], "".join(words[2001:])]
+    write_lines(tmp_path / "a.jsonl", [{"text": each} for each in texts])  # spells é and 字 in six characters
+    (tmp_path / "a.txt").write_text("".join(texts).replace("\n", " "))
+    for name, whole in (("a.jsonl", "".join(f"{each}\n\n" for each in texts)), ("a.txt", "".join(texts))):
+        file, at, found = PlainFile(path=tmp_path / name), 0, ""
+        while step := next(Documents(file, template).read(at, part=100), None):
+            at, piece = step
+            found += piece
+        numbers = [int(number) for number in re.findall(r"\d{5}", found)]
+        assert numbers == sorted(set(numbers))
+        assert len(numbers) > 0.6 * len(words)
+        read = "".join(piece for _, piece in Documents(file, template).read(part=100))
+        assert read == (whole if name == "a.jsonl" else whole.replace("\n", " "))
+
+
+def test_a_byte_order_mark_is_no_text(tokenizer: Path, tmp_path: Path) -> None:
+    body = "".join(f"text {i}\n" for i in range(30))
+    (tmp_path / "a.txt").write_text(body, encoding="utf-8-sig")
+    line = json.dumps({"text": body}) + "\n"
+    (tmp_path / "a.jsonl").write_text(line, encoding="utf-8-sig")
+    (tmp_path / "b.jsonl").write_text("\n\n" + line)
+    for name in ("a.txt", "a.jsonl", "b.jsonl"):
+        assert decode(tokenizer, sample(tokenizer, tmp_path / name, samples=4, length=50)[0]) == body[:50]
+
+
+def test_json_files_are_not_read_as_text(tokenizer: Path, tmp_path: Path) -> None:
+    (tmp_path / "a.json").write_text(json.dumps([{"text": "x" * 99}]))
+    with pytest.raises(QuantizationError, match=r"a.json: a .json file is neither") as caught:
+        sample(tokenizer, tmp_path / "a.json")
+    assert caught.value.hint is not None and "one JSON object per line in a .jsonl file" in caught.value.hint
+    told = PlainFile(path=tmp_path / "a.json", format="text")
+    assert decode(tokenizer, sample(tokenizer, told)[0]) == '[{"text"'
+
+
+def test_texts_of_nothing_are_no_text(tokenizer: Path, tmp_path: Path) -> None:
+    path = write_lines(tmp_path / "a.jsonl", [{"text": " \n"}] * 100)
+    with pytest.raises(QuantizationError, match=r"there are 0 \(.*a.jsonl: 0 tokens\)"):
+        sample(tokenizer, path)
+
+
+def set_template(folder: Path, template: str) -> None:
+    config = json.loads((folder / "tokenizer_config.json").read_text())
+    (folder / "tokenizer_config.json").write_text(json.dumps(config | {"chat_template": template}))
+
+
+# DeepSeek-LLM's, and one in R1's manner: of an answer only what follows the reasoning.
+DEEPSEEK = (
+    "{{ bos_token }}{% for m in messages %}{% if m['role'] == 'user' %}{{ 'User: ' + m['content'] + '\n\n' }}"
+    "{% elif m['role'] == 'assistant' %}{{ 'Assistant: ' + m['content'] + eos_token }}"
+    "{% elif m['role'] == 'system' %}{{ m['content'] + '\n\n' }}{% endif %}{% endfor %}"
+)
+REASONING = (
+    "{% for m in messages %}{{ m['role'] }}: {{ m['content'].split('</think>')[-1] | trim }}\n{% endfor %}"
+    "{%- for m in messages if m.tool_calls %}{{ m.tool_calls | tojson }}{% endfor %}"
+)
+PARTS = (
+    "{% for m in messages %}{% if m.content is string %}{{ m.content }}{% else %}"
+    "{% for p in m.content %}{% generation %}{{ p.text }}{% endgeneration %}{% endfor %}{% endif %}{% endfor %}"
+)
+PLAIN = "{% for m in messages %}{{ m.role }}: {{ m.content }}\n{% endfor %}"
+REFUSING = "{% for m in messages %}{% if m.role == 'tool' %}{{ raise_exception('no tools') }}{% endif %}{% endfor %}"
+
+
+def ask(**answer: object) -> list[dict[str, object]]:
+    return [{"role": "user", "content": "why?"}, answer]
+
+
+LISTED = [{"type": "text", "text": "since"}]
+
+
+@pytest.mark.parametrize("quick", [False, True])
+@pytest.mark.parametrize(
+    ("template", "answer", "problem"),
+    [
+        (DEEPSEEK, {"from": "gpt", "value": "x"}, "message 2 has no text under \"role\" (it has 'from', 'value')"),
+        (DEEPSEEK, {"role": "assistant"}, 'message 2, of role "assistant", has no text under "content"'),
+        (DEEPSEEK, {"role": "assistant", "content": None}, 'message 2, of role "assistant", has no text'),
+        (DEEPSEEK, {"role": "assistant", "content": [{"type": "image"}]}, 'message 2, of role "assistant", has no'),
+        (
+            DEEPSEEK,
+            {"role": "Bot", "content": "why"},
+            'leaves out message 2, of role "Bot" (it knows system, user, assistant)',
+        ),
+        (DEEPSEEK, {"role": "assistant", "content": LISTED}, "refuses it: "),
+        (PLAIN, {"role": "assistant", "content": LISTED}, "takes no list as the content of message 2"),
+        (REFUSING, {"role": "tool", "content": "x"}, "the model's chat template refuses it: no tools"),
+        (DEEPSEEK, {"role": "assistant", "content": "since"}, ""),
+        (REASONING, {"role": "assistant", "content": "<think>so</think> since"}, ""),
+        (REASONING, {"role": "assistant", "content": "", "tool_calls": [{"name": "é"}]}, ""),
+        (PARTS, {"role": "assistant", "content": LISTED}, ""),
+    ],
+)
+def test_no_message_is_left_out(
+    tokenizer: Path, tmp_path: Path, template: str, answer: dict[str, object], problem: str, quick: bool
+) -> None:
+    """And a look by jinja alone finds, and renders, the same as transformers."""
+    from transformers import AutoTokenizer
+
+    set_template(tmp_path, template)
+    path = write_lines(tmp_path / "a.jsonl", [{"messages": ask(role="assistant", content="well"), "id": 1}])
+    path.write_text(path.read_text() + json.dumps({"messages": ask(**answer)}) + "\n")
+    documents_of = Documents(PlainFile(path=path), ChatTemplate(tmp_path, quick=quick))
+    if problem and template != REFUSING:
+        with pytest.raises(QuantizationError, match=f"a.jsonl:2: .*{re.escape(problem)}"):
+            list(documents_of.read())
+    elif problem:
+        with pytest.raises(ValueError, match=re.escape(problem)):
+            documents_of.template.render(ask(**answer))
+    else:
+        theirs = AutoTokenizer.from_pretrained(tmp_path).apply_chat_template(ask(**answer), tokenize=False)
+        assert list(documents_of.read())[1][1] == theirs
+
+
+def test_a_number_without_end(tokenizer: Path, tmp_path: Path) -> None:
+    (tmp_path / "a.jsonl").write_text('{"text": "x", "id": 1}\n{"text": "x", "id": ' + "7" * 5000 + "}\n")
+    with pytest.raises(QuantizationError, match=r"a.jsonl:2: holds a number of 5,000 digits: put it in quotes, or"):
+        sample(tokenizer, tmp_path / "a.jsonl")
 
 
 def test_lines_have_an_end(tokenizer: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
