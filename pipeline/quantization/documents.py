@@ -62,7 +62,12 @@ class Documents:
 
     def __init__(self, file: CalibrationFile, template: ChatTemplate) -> None:
         self.path, self.template = file.path, template
-        self.format = file.format if file.format != "auto" else _guess_format(file.path)
+        self.format = file.format if file.format != "auto" else _guess_format(file.path, file.key)
+        if self.format == "text" and file.key is not None:
+            raise QuantizationError(
+                f"{file.path}: key: {file.key} is for JSON lines, and the file is read as plain text",
+                hint=f"add format: jsonl or chat to it in {SETTING}, or leave the key out",
+            )
         self.key = file.key or KEYS.get(self.format, "")
         readers: dict[str, Callable[[str], str]] = {"jsonl": self._read_json, "chat": self._read_chat}
         self._read = readers.get(self.format, _read_text)
@@ -199,8 +204,11 @@ class Documents:
         return record[self.key]
 
 
-def _guess_format(path: Path) -> str:
-    """By the name, and the first line that holds anything. Raises QuantizationError for the name .json."""
+def _guess_format(path: Path, key: str | None) -> str:
+    """By the name, and whether the first line that holds anything has a list where messages would be.
+
+    Raises QuantizationError for the name .json.
+    """
     if path.suffix.lower() == ".json":
         raise QuantizationError(
             f"{path}: a .json file is neither plain text nor JSON lines",
@@ -214,7 +222,7 @@ def _guess_format(path: Path) -> str:
         while not line.strip() and file.tell() < MAX_LINE and (line := file.readline(MAX_LINE)):
             line = line.removeprefix(codecs.BOM_UTF8)
     try:
-        return "chat" if KEYS["chat"] in _parse(line.decode()) else "jsonl"
+        return "chat" if isinstance(_parse(line.decode()).get(key or KEYS["chat"]), list) else "jsonl"
     except (UnicodeDecodeError, ValueError, RecursionError):
         return "jsonl"  # whose reader says what is wrong with the line
 

@@ -56,12 +56,7 @@ def sample_tokens(
     if all(source.file.weight is None and source.is_small for source in sources):
         pieces = _draw([piece for source in sources for piece in source.cut()], samples, random.Random(seed))
     else:
-        shares = _share(samples, [source.weight(sources) for source in sources])
-        pieces = [
-            piece
-            for i, (source, share) in enumerate(zip(sources, shares, strict=True))
-            for piece in source.draw(share, random.Random(f"{seed}/{i}"))
-        ]
+        pieces = _draw_shares(sources, samples, seed)
     if len(pieces) < samples:
         found = "; ".join(source.describe() for source in sources)
         raise QuantizationError(
@@ -92,6 +87,21 @@ def _draw(pieces: list[array[int]], count: int, chance: random.Random) -> list[a
     if len(pieces) <= count:
         return pieces
     return [pieces[i] for i in sorted(chance.sample(range(len(pieces)), count))]
+
+
+def _draw_shares(sources: Sequence[_Source], samples: int, seed: int) -> list[array[int]]:
+    """By the files' weights. Where none says one, what a file is too short for comes of the others."""
+    shares = _share(samples, [source.weight(sources) for source in sources])
+    found = [
+        source.draw(share, random.Random(f"{seed}/{i}"))
+        for i, (source, share) in enumerate(zip(sources, shares, strict=True))
+    ]
+    if all(source.file.weight is None for source in sources):
+        for i, source in enumerate(sources):
+            missing = samples - sum(map(len, found))
+            if missing and len(found[i]) == shares[i]:
+                found[i] = source.draw(shares[i] + missing, random.Random(f"{seed}/{i}"))
+    return [piece for pieces in found for piece in pieces]
 
 
 def _share(samples: int, weights: Sequence[float]) -> list[int]:

@@ -247,6 +247,33 @@ def test_a_large_file_that_is_nearly_used_up_is_read_whole(
         sample(tokenizer, file, samples=1000, length=50)
 
 
+def test_what_a_file_is_too_short_for_comes_of_the_others(
+    tokenizer: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Without weights: its size, of JSON that is no text, promised more."""
+    monkeypatch.setattr(text, "WHOLE_BYTES", 1000)
+    write_lines(tmp_path / "a.jsonl", [{"text": "x" * 8, "more": "y" * 500}] * 60)
+    (tmp_path / "b.txt").write_text("z" * 30_000)
+    first, again = (sample(tokenizer, tmp_path / "a.jsonl", tmp_path / "b.txt", samples=200) for _ in range(2))
+    assert torch.equal(first, again)
+    counts = Counter(decode(tokenizer, piece)[0] == "z" for piece in first)
+    assert counts[True] + counts[False] == 200 and 40 < counts[False] <= 75
+    with pytest.raises(QuantizationError, match=r"a.jsonl: 600 tokens for its share of 101 pieces; .*b.txt: enough"):
+        files = [PlainFile(path=tmp_path / name, weight=1.0) for name in ("a.jsonl", "b.txt")]
+        sample(tokenizer, *files, samples=202)
+
+
+def test_a_key_is_not_passed_over(tokenizer: Path, tmp_path: Path) -> None:
+    (tmp_path / "a.txt").write_text('{"body": "x"}\n' * 99)
+    with pytest.raises(QuantizationError, match=r"a.txt: key: body is for JSON lines"):
+        sample(tokenizer, PlainFile(path=tmp_path / "a.txt", key="body"))
+    set_template(tmp_path, PLAIN)
+    record = {"talk": ask(role="assistant", content="so"), "messages": 3, "text": "abcdefgh" * 9}
+    path = write_lines(tmp_path / "a.jsonl", [record] * 9)
+    found = [sample(tokenizer, PlainFile(path=path, key=key), samples=1) for key in ("talk", "text")]
+    assert not torch.equal(*found)
+
+
 def test_text_without_spaces_is_cut_between_characters(
     tokenizer: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
