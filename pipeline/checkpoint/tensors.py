@@ -101,3 +101,12 @@ class TensorSource(Protocol):
     def tensors(self) -> Mapping[str, TensorInfo]: ...
 
     def read(self, name: str) -> RawTensor: ...
+
+
+def release_layer(source: TensorSource, layer: int) -> None:
+    """Lets go of the pages of mapped files that a decoder layer's weights were read from: they would add up, layer by
+    layer. Of an engine checkpoint; nothing where the source is not over files."""
+    release = getattr(source, "release", None)
+    for name in source.tensors if release is not None else ():
+        if name.startswith(f"transformer.layers.{layer}."):
+            release(name)

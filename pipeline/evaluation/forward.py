@@ -11,6 +11,7 @@ from contextlib import closing
 from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING
 
+from pipeline.checkpoint.tensors import release_layer
 from pipeline.evaluation.activations import Activations
 from pipeline.network import inputs
 
@@ -114,7 +115,8 @@ def run_network(
                     activations.put(i, outputs[result])
             if len(segments) > 1:
                 del program, interpreter, feeds, outputs, pools  # before the next layer is read
-                _let_go(source, first, last)
+                for layer in range(first, last):
+                    release_layer(source, layer)
 
 
 def _feed(
@@ -124,14 +126,3 @@ def _feed(
     if hidden is not None:
         feeds[inputs.HIDDEN_STATES] = hidden
     return feeds
-
-
-def _let_go(source: TensorSource, first: int, last: int) -> None:
-    """Drops the pages of a mapped file that the slice's weights were read from: they would add up, layer by layer."""
-    if not hasattr(source, "release"):
-        return  # not over files
-    for layer in range(first, last):
-        prefix = f"transformer.layers.{layer}."
-        for name in source.tensors:
-            if name.startswith(prefix):
-                source.release(name)

@@ -10,6 +10,7 @@ from typing import TYPE_CHECKING
 
 import torch
 
+from pipeline.checkpoint.tensors import release_layer
 from pipeline.errors import QuantizationError
 from pipeline.progress import SILENT, Progress
 from pipeline.quantization.capture import Capture, Captured, draw_priorities
@@ -119,9 +120,7 @@ class Calibration:
         state = hf_layer_state(self.source, self.source.architecture, layer)
         module = build_hf_layer(self.source.config, layer, state, torch.float32)
         del state
-        for name in self.source.tensors:  # of what is no float32 the module has copies
-            if name.startswith(f"transformer.layers.{layer}."):
-                self.source.release(name)
+        release_layer(self.source, layer)  # of what is no float32 the module has copies
         rotary = build_hf_rotary(self.source.config)
         mask = causal_mask(self.length, torch.float32)
         positions = torch.arange(self.length)[None]

@@ -18,7 +18,7 @@ from pipeline.checkpoint.engine_config import require_unquantized, write_quantiz
 from pipeline.checkpoint.layouts import layout_for
 from pipeline.checkpoint.layouts.scales import BLOCK_SCALES, FP8, cache_scale
 from pipeline.checkpoint.shards import Shard, write_index
-from pipeline.checkpoint.tensors import TensorInfo
+from pipeline.checkpoint.tensors import TensorInfo, release_layer
 from pipeline.errors import CompatibilityError, StoreError
 from pipeline.progress import SILENT, Progress
 from pipeline.quantization import calibration
@@ -141,6 +141,7 @@ class _Run:
             plan.added[cache_scale(layer)] = cache_step(self.settings.kv_cache, captured.cache_amax)
         plan.coverage = captured.coverage if captured is not None else {}
         self._write(f"layer-{layer}", layer, names, plan)
+        release_layer(self.source, layer)  # second moments read an expert's linears after those were written
         if captured is not None:
             self.calibration.forget(layer)
             del plan, captured

@@ -19,6 +19,7 @@ from typing import TYPE_CHECKING, Any
 import torch
 
 from pipeline.checkpoint.engine_config import require_unquantized
+from pipeline.checkpoint.tensors import release_layer
 from pipeline.progress import SILENT, Progress
 from pipeline.quantization import calibration
 from pipeline.quantization.options import Candidate, Effort
@@ -125,6 +126,8 @@ class _Run:
             self.propagation.gradients_above(layer - 1)
         for states in (*above, self.propagation.states(layer + 1)):
             states.path.unlink(missing_ok=True)
+        for done in (layer, layer + 1):  # the gradients went through the one above
+            release_layer(self.source, done)
 
     def collect(self) -> dict[str, Any]:
         """The report of all parts."""

@@ -9,6 +9,7 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
+import pytest
 import torch
 from safetensors.torch import load_file, save_file
 
@@ -112,3 +113,21 @@ class Settings:
             group_size=self.group_size,
             recipe=self.recipe,
         )
+
+
+def watch_pages(monkeypatch: pytest.MonkeyPatch) -> set[str]:
+    """From now on the tensors of any folder that were read, and not released since."""
+    held: set[str] = set()
+    read, release = CheckpointFolder.read, CheckpointFolder.release
+
+    def read_watched(self: CheckpointFolder, name: str) -> RawTensor:
+        held.add(name)
+        return read(self, name)
+
+    def release_watched(self: CheckpointFolder, name: str, *place: int) -> None:
+        held.discard(name)
+        release(self, name, *place)
+
+    monkeypatch.setattr(CheckpointFolder, "read", read_watched)
+    monkeypatch.setattr(CheckpointFolder, "release", release_watched)
+    return held

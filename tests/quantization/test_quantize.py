@@ -25,7 +25,7 @@ from pipeline.quantization.selection import Override
 from pipeline.workspace import FolderWorkspace
 from tests import fixtures
 from tests.fixtures import Tensors
-from tests.quantization.support import CalibrationSettings, Model, Settings
+from tests.quantization.support import CalibrationSettings, Model, Settings, watch_pages
 
 ALL = ("experts", "shared_experts", "mlp", "attention_output", "attention_input")
 
@@ -305,6 +305,17 @@ def test_a_killed_run_goes_on_to_the_same_bytes(
             deaths += 1
     assert deaths >= (5 if method == "rtn" else 8)
     assert read_files(tmp_path / "killed") == expected
+
+
+@pytest.mark.parametrize("method", ["awq", "gptq", "fp8", "smoothquant"])
+def test_no_layer_s_pages_stay(
+    tmp_path: Path, deepseek_v2_path: Path, text: Path, method: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """They would add up, layer by layer."""
+    source = write_engine(tmp_path, deepseek_v2_path)
+    held = watch_pages(monkeypatch)
+    run(source, tmp_path / "quantized", settings(text, method=method, include=ALL, clip=False))
+    assert not {name for name in held if name.startswith("transformer.layers.")}
 
 
 def test_finished_layers_are_not_repeated(

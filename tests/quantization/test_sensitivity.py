@@ -22,7 +22,7 @@ from pipeline.quantization.text import sample_tokens
 from pipeline.quantization.units import list_units
 from pipeline.workspace import FolderWorkspace
 from tests import fixtures
-from tests.quantization.support import CalibrationSettings, Model, Settings
+from tests.quantization.support import CalibrationSettings, Model, Settings, watch_pages
 
 ALL = ("experts", "shared_experts", "mlp", "attention_output", "attention_input")
 EFFORT = Effort(samples=12, length=32, draws=4)
@@ -198,6 +198,13 @@ def test_memory_holds_one_layer(tmp_path: Path, llama_path: Path, text: Path, mo
     monkeypatch.setattr(modeling_llama.LlamaDecoderLayer, "__init__", init)
     measure(Model.load(llama_path).write(tmp_path / "engine", llama_path), tmp_path / "out", text, "rtn/64")
     assert max(most) <= 2
+
+
+def test_no_layer_s_pages_stay(tmp_path: Path, llama_path: Path, text: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    source = Model.load(llama_path).write(tmp_path / "engine", llama_path)
+    held = watch_pages(monkeypatch)
+    measure(source, tmp_path / "measured", text, "gptq/64 rtn/64")
+    assert not {name for name in held if name.startswith("transformer.layers.")}
 
 
 def test_the_cost_is_linear_in_layers(tmp_path: Path, text: Path, monkeypatch: pytest.MonkeyPatch) -> None:
