@@ -107,6 +107,8 @@ def release_layer(source: TensorSource, layer: int) -> None:
     """Lets go of the pages of mapped files that a decoder layer's weights were read from: they would add up, layer by
     layer. Of an engine checkpoint; nothing where the source is not over files."""
     release = getattr(source, "release", None)
-    for name in source.tensors if release is not None else ():
+    if release is None:
+        return
+    for name in source.tensors:
         if name.startswith(f"transformer.layers.{layer}."):
             release(name)
