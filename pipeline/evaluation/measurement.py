@@ -240,6 +240,6 @@ def _keep_peaks(measure: Measure, scores: Scores, owners: torch.Tensor, places: 
     found = zip(owners.tolist(), places.tolist(), scores.kl.tolist(), strict=True)
     for sequence, group in itertools.groupby(found, key=lambda row: row[0]):
         _, place, kl = max(group, key=lambda row: row[2] if math.isfinite(row[2]) else math.inf)
-        known = measure.peaks.get(sequence)
-        if known is None or not kl <= known.kl:
-            measure.peaks[sequence] = Peak(label=measure.label, sequence=sequence, place=place, kl=kl)
+        known, peak = measure.peaks.get(sequence), Peak(label=measure.label, sequence=sequence, place=place, kl=kl)
+        if known is None or peak.badness > known.badness:
+            measure.peaks[sequence] = peak

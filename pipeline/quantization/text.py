@@ -187,6 +187,8 @@ class _Source:
                 if len(ids) >= self.wanted:
                     pieces.append(ids[: self.wanted])
                     break
+            else:
+                break  # what is too short from here on is from every later place
         return pieces
 
     def _encode(self, tokenizer: Tokenizer, texts: Sequence[str]) -> array[int]:

@@ -14,8 +14,9 @@ from transformers import AutoModelForCausalLM
 
 from pipeline.checkpoint.folder import CheckpointFolder
 from pipeline.evaluation import activations, forward
-from pipeline.evaluation.measurement import Measure, find_peaks, measure
+from pipeline.evaluation.measurement import LayerTally, Measure, _keep_peaks, find_peaks, measure
 from pipeline.evaluation.schedule import TokenSequence
+from pipeline.evaluation.scores import Scores, Tally
 from pipeline.progress import SILENT
 from pipeline.quantization.quantize import quantize_checkpoint
 from pipeline.workspace import FolderWorkspace
@@ -170,6 +171,16 @@ def test_peaks_are_of_whichever_checkpoint_is_furthest(coarse: list[Measure]) ->
     )
     labels = [(peak.sequence, peak.label) for peak in find_peaks([edited, worse], 2)]
     assert labels == [(found[1].sequence, "worse"), (found[0].sequence, "edited")]
+
+
+def test_a_peak_that_is_no_number_is_not_lost_in_later_steps() -> None:
+    found = Measure("a", Tally((1,)), LayerTally.of(0))
+    for start, kl in ((0, [math.nan, 0.1]), (2, [0.2, 0.1])):
+        scores = Scores(
+            **dict.fromkeys(("nll", "entropy", "top1", "top5", "top1_in_top5"), torch.zeros(2)), kl=torch.tensor(kl)
+        )
+        _keep_peaks(found, scores, torch.zeros(2, dtype=torch.int64), torch.arange(start, start + 2))
+    assert found.peaks[0].place == 0 and math.isnan(found.peaks[0].kl)
 
 
 def test_peaks_are_the_worst_positions_of_each_window(coarse, expected) -> None:  # type: ignore[no-untyped-def]

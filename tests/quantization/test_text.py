@@ -231,6 +231,24 @@ def test_long_lines_are_entered_anywhere(
     assert all(abs(place / part - i) < 1.3 for i, place in enumerate(places))
 
 
+def test_what_has_no_text_at_its_end_is_not_read_again_for_every_piece(
+    tokenizer: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    file = write_lines(
+        tmp_path / "a.jsonl", [*({"text": f"def f{i}(x): pass"} for i in range(400)), *[{"text": ""}] * 4000]
+    )
+    monkeypatch.setattr(text, "WHOLE_BYTES", 1000)
+    read, decoded = Documents._decode, []
+
+    def count(self: Documents, line: bytes, begin: int) -> str:
+        decoded.append(begin)
+        return read(self, line, begin)
+
+    monkeypatch.setattr(Documents, "_decode", count)
+    assert len(sample(tokenizer, file, samples=20, length=8)) == 20
+    assert len(decoded) < 5 * 4400
+
+
 @pytest.mark.parametrize("form", ["text", "jsonl"])
 def test_a_large_file_that_is_nearly_used_up_is_read_whole(
     tokenizer: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, form: str
