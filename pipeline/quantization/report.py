@@ -69,7 +69,8 @@ class QuantizationReport:
 
     @property
     def heat_map(self) -> list[dict[str, Any]]:
-        """A row per layer and scale group, the groups of a layer's experts as one: how large the outputs' errors are.
+        """How large the outputs' errors are: a row per layer and scale group, the groups of a layer's experts as one,
+        but a row of its own for each method and group size among them.
 
         layer; group: the linear that names it, relative to the layer, experts as "*"; linears: how many; method;
         format; group_size: null in formats without; alpha: the mean of those that have one; clipped: the share of the

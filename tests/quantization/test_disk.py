@@ -46,7 +46,7 @@ def test_what_is_left_to_write(tmp_path: Path, method: str) -> None:
     assert 0 < again.required[0] < killed.required[0]
 
 
-def test_too_much_calibration_is_told_as_that(tmp_path: Path) -> None:
+def test_too_much_calibration_is_told_as_that(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """Text that is too short before the disk that more of it would take; else what takes it."""
     hub = fixtures.llama(tmp_path / "hub", tokenizer=True)
     source = Model.load(hub).write(tmp_path / "engine", hub)
@@ -60,7 +60,7 @@ def test_too_much_calibration_is_told_as_that(tmp_path: Path) -> None:
     def refuse(nbytes: int) -> None:
         raise StoreError(f"{nbytes:,} bytes are still to be written", hint="free some space")
 
-    asked.require = refuse  # type: ignore[method-assign]
+    monkeypatch.setattr(asked, "require", refuse)
     settings = Settings(calibration=CalibrationSettings(files=(tmp_path / "a.txt",), samples=300, length=64))
     size = source.architecture.hidden_size
     of = f"{3 * 300 * 64 * size * 4:,} of them are what layers read of 300 x 64 tokens"
