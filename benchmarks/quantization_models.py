@@ -34,7 +34,7 @@ class Model:
     heldout: Path = TEXT / "heldout.txt"
 
     def calibration_files(self) -> Any:
-        from pipeline.quantization.documents import name_file
+        from pipeline.quantization.calibration_files import name_file
 
         return [name_file(self.calibration)]
 

@@ -24,7 +24,7 @@ if TYPE_CHECKING:
     from torch import Tensor
 
     from pipeline.checkpoint.folder import CheckpointFolder
-    from pipeline.quantization.documents import CalibrationFile
+    from pipeline.quantization.calibration_files import CalibrationFile
     from pipeline.workspace import Workspace
 
 FOLDER = "calibration"

@@ -13,6 +13,7 @@ from functools import cached_property
 from typing import TYPE_CHECKING, Any
 
 from pipeline.errors import QuantizationError
+from pipeline.quantization.messages import check_message, name_kind, replace_text
 
 if TYPE_CHECKING:
     from collections.abc import Sequence
@@ -20,7 +21,7 @@ if TYPE_CHECKING:
 
     from jinja2 import Template
 
-    Message = dict[str, Any]
+    from pipeline.quantization.messages import Message
 
 # Where transformers looks for a template, besides the tokenizer's config.
 BESIDE = ("chat_template.jinja", "chat_template.json", "additional_chat_templates")
@@ -43,9 +44,9 @@ class ChatTemplate:
         """The conversation's text, without a prompt for another answer. ValueError says why the template refuses it, or
         which message has no text or leaves none."""
         for i, message in enumerate(messages):
-            _check(message, i + 1)
+            check_message(message, i + 1)
         text = self._apply(messages)
-        shape = tuple((message["role"], _name_kind(message)) for message in messages)
+        shape = tuple((message["role"], name_kind(message)) for message in messages)
         if shape not in self._left_out:
             self._left_out[shape] = self._find_left_out(messages)
         left_out = self._left_out[shape]
@@ -66,18 +67,18 @@ class ChatTemplate:
         template may keep a part, as of an answer what follows the reasoning."""
         words = [f"(message {i} in its place)" for i in range(len(messages))]
         try:
-            text = self._apply([_replace(message, word) for message, word in zip(messages, words, strict=True)])
+            text = self._apply([replace_text(message, word) for message, word in zip(messages, words, strict=True)])
         except ValueError:
             return None  # a template that looks into the text
         for i, (message, word) in enumerate(zip(messages, words, strict=True)):
-            if _name_kind(message) != "calls" and (word not in text or f"'text': '{word}'" in text):
+            if name_kind(message) != "calls" and (word not in text or f"'text': '{word}'" in text):
                 return i
         return None
 
     def _explain(self, message: Message, number: int) -> str:
         role = message["role"]
         knows = [known for known in ROLES if self._knows(known)]
-        if role in knows and _name_kind(message) == "parts":
+        if role in knows and name_kind(message) == "parts":
             return f"the model's chat template takes no list as the content of message {number}: write its text"
         known = f" (it knows {', '.join(knows)})" if knows else ""
         return f'the model\'s chat template leaves out message {number}, of role "{role}"{known}'
@@ -178,33 +179,3 @@ def _read_object(file: Path) -> dict[str, Any]:
             f"{file} holds no JSON object: {error}", hint="copy it from the model's own repository"
         ) from error
     return values
-
-
-def _check(message: Message, number: int) -> None:
-    """ValueError for what no template could say."""
-    has = f"(it has {', '.join(map(repr, message)) or 'nothing'})"
-    if not isinstance(message.get("role"), str):
-        raise ValueError(f'message {number} has no text under "role" {has}')
-    if _name_kind(message) == "none":
-        raise ValueError(f'message {number}, of role "{message["role"]}", has no text under "content" {has}')
-
-
-def _name_kind(message: Message) -> str:
-    """Of what a message says: text; parts, a list of texts; calls of tools, beside which text is welcome; none."""
-    content = message.get("content")
-    if isinstance(message.get("tool_calls"), list) and message["tool_calls"]:
-        return "calls"
-    if isinstance(content, str):
-        return "text"
-    return "parts" if isinstance(content, list) and content and all(map(_is_text, content)) else "none"
-
-
-def _is_text(part: object) -> bool:
-    return isinstance(part, dict) and part.get("type") == "text" and isinstance(part.get("text"), str)
-
-
-def _replace(message: Message, word: str) -> Message:
-    kind = _name_kind(message)
-    if kind == "calls":
-        return message
-    return {**message, "content": word if kind == "text" else [{"type": "text", "text": word}]}

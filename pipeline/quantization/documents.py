@@ -7,54 +7,26 @@ reads more of a file than the lines that are asked for; of plain text, whose lin
 from __future__ import annotations
 
 import codecs
-import json
 from collections.abc import Callable, Iterator
-from dataclasses import dataclass
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, BinaryIO, Protocol
+from typing import TYPE_CHECKING, Any, BinaryIO
 
 from pipeline.errors import QuantizationError
+from pipeline.quantization.calibration_files import (
+    KEYS,
+    MAX_LINE,
+    SETTING,
+    CalibrationFile,
+    guess_format,
+    parse_line,
+)
 
 if TYPE_CHECKING:
     from pipeline.quantization.chat import ChatTemplate
 
-MAX_LINE = 64 << 20  # bytes of JSON: a file without line ends must not be read whole
 PART = 1 << 16  # characters of a long document, or bytes of plain text, given at a time
 BLOCK = 1 << 16  # bytes looked through at a time for a line's beginning
 CHECKED, SEARCHED = 1 << 16, 1 << 20  # bytes that a check reads, and that it seeks a first document in
-MAX_DIGITS = 4300  # of a number: Python's own bound, beyond which it takes quadratic time
-JSON_LINES = (".jsonl", ".ndjson")
-KEYS = {"jsonl": "text", "chat": "messages"}  # where a line's object holds what it is about, unless told
-SETTING = "stages.quantize.calibration.files"
-
-
-class CalibrationFile(Protocol):
-    """`format`: "text", "jsonl", "chat", or "auto" (by the file's name, and the first line's keys). `key`: the entry of
-    each JSON line (None: KEYS). `weight`: its share of the samples beside other files' weights (None: see `text`)."""
-
-    @property
-    def path(self) -> Path: ...
-    @property
-    def format(self) -> str: ...
-    @property
-    def key(self) -> str | None: ...
-    @property
-    def weight(self) -> float | None: ...
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class PlainFile:
-    """A CalibrationFile of which nothing but the path was said."""
-
-    path: Path
-    format: str = "auto"
-    key: str | None = None
-    weight: float | None = None
-
-
-def name_file(file: CalibrationFile | Path) -> CalibrationFile:
-    """A CalibrationFile of a bare path."""
-    return PlainFile(path=file) if isinstance(file, Path) else file
 
 
 class Documents:
@@ -62,7 +34,7 @@ class Documents:
 
     def __init__(self, file: CalibrationFile, template: ChatTemplate) -> None:
         self.path, self.template = file.path, template
-        self.format = file.format if file.format != "auto" else _guess_format(file.path, file.key)
+        self.format = file.format if file.format != "auto" else guess_format(file.path, file.key)
         if self.format == "text" and file.key is not None:
             raise QuantizationError(
                 f"{file.path}: key: {file.key} is for JSON lines, and the file is read as plain text",
@@ -101,7 +73,7 @@ class Documents:
                 begin = end
 
     def check(self) -> None:
-        """Reads the first documents as `read` does. Also refuses what has none in all of a file, or its beginning."""
+        """Reads the first documents as `read` does. Also refuses a file of at most SEARCHED bytes that has none."""
         begin, found = 0, False
         with open(self.path, "rb") as file:
             while begin < (CHECKED if found else SEARCHED) and (line := self._read_line(file, PART)):
@@ -198,53 +170,14 @@ class Documents:
         return self.template.render(messages)
 
     def _find(self, line: str) -> Any:
-        record = _parse(line)
+        record = parse_line(line)
         if self.key not in record:
             raise ValueError(f'there is no key "{self.key}" (there is {", ".join(map(repr, record)) or "none"})')
         return record[self.key]
 
 
-def _guess_format(path: Path, key: str | None) -> str:
-    """By the name, and whether the first line that holds anything has a list where messages would be.
-
-    Raises QuantizationError for the name .json.
-    """
-    if path.suffix.lower() == ".json":
-        raise QuantizationError(
-            f"{path}: a .json file is neither plain text nor JSON lines",
-            hint="write one JSON object per line in a .jsonl file; to take it as it is, say which: "
-            f"{SETTING}: [{{path: {path}, format: text}}]",
-        )
-    if path.suffix.lower() not in JSON_LINES:
-        return "text"
-    with open(path, "rb") as file:
-        line = b""
-        while not line.strip() and file.tell() < MAX_LINE and (line := file.readline(MAX_LINE)):
-            line = line.removeprefix(codecs.BOM_UTF8)
-    try:
-        return "chat" if isinstance(_parse(line.decode()).get(key or KEYS["chat"]), list) else "jsonl"
-    except (UnicodeDecodeError, ValueError, RecursionError):
-        return "jsonl"  # whose reader says what is wrong with the line
-
-
-def _parse(line: str) -> dict[str, Any]:
-    try:
-        record = json.loads(line, parse_int=_parse_int)
-    except json.JSONDecodeError as error:
-        raise ValueError(f"is not JSON: {error.msg} at column {error.colno}") from error
-    if not isinstance(record, dict):
-        raise ValueError(f"is no JSON object, but {type(record).__name__}")
-    return record
-
-
-def _parse_int(digits: str) -> int:
-    if len(digits) > MAX_DIGITS:
-        raise ValueError(f"holds a number of {len(digits):,} digits: put it in quotes, or leave it out")
-    return int(digits)
-
-
 def _read_text(line: str) -> str:
-    """With line ends as a file that is opened as text has them."""
+    """With CR LF as one line end."""
     return line.replace("\r\n", "\n")
 
 

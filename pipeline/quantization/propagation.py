@@ -19,7 +19,7 @@ if TYPE_CHECKING:
 
     from pipeline.checkpoint.folder import CheckpointFolder
     from pipeline.checkpoint.tensors import TensorSource
-    from pipeline.quantization.documents import CalibrationFile
+    from pipeline.quantization.calibration_files import CalibrationFile
     from pipeline.quantization.options import Effort
     from pipeline.workspace import Workspace
 

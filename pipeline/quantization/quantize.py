@@ -23,8 +23,8 @@ from pipeline.errors import CompatibilityError, StoreError
 from pipeline.progress import SILENT, Progress
 from pipeline.quantization import calibration
 from pipeline.quantization.calibration import Calibration, sample_pieces
+from pipeline.quantization.calibration_files import name_file
 from pipeline.quantization.coverage import summarize, warn
-from pipeline.quantization.documents import name_file
 from pipeline.quantization.heap import trim_heap
 from pipeline.quantization.kv_cache import cache_step
 from pipeline.quantization.layer import LayerPlan, group_linears, plan_layer

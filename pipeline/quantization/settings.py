@@ -6,7 +6,7 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import Protocol
 
-from pipeline.quantization.documents import CalibrationFile
+from pipeline.quantization.calibration_files import CalibrationFile
 from pipeline.quantization.selection import Rules
 
 

@@ -15,8 +15,9 @@ from typing import TYPE_CHECKING
 
 from pipeline.checkpoint.text import encode_file, load_tokenizer, token_array
 from pipeline.errors import CheckpointError, QuantizationError
+from pipeline.quantization.calibration_files import SETTING, CalibrationFile, name_file
 from pipeline.quantization.chat import ChatTemplate
-from pipeline.quantization.documents import SETTING, CalibrationFile, Documents, name_file
+from pipeline.quantization.documents import Documents
 
 if TYPE_CHECKING:
     from array import array

@@ -8,14 +8,16 @@ import random
 import re
 from collections import Counter
 from pathlib import Path
+from typing import BinaryIO
 
 import pytest
 import torch
 
 from pipeline.errors import QuantizationError
 from pipeline.quantization import documents, text
+from pipeline.quantization.calibration_files import CalibrationFile, PlainFile
 from pipeline.quantization.chat import ChatTemplate
-from pipeline.quantization.documents import CalibrationFile, Documents, PlainFile
+from pipeline.quantization.documents import Documents
 from tests.fixtures import write_tokenizer
 
 
@@ -154,8 +156,8 @@ def test_large_files_are_entered_and_not_read(
     read: list[int] = []
     true_read = documents.Documents._read_line
 
-    def counted(self: documents.Documents, file: object, part: int) -> bytes:
-        line = true_read(self, file, part)  # type: ignore[arg-type]
+    def counted(self: documents.Documents, file: BinaryIO, part: int) -> bytes:
+        line = true_read(self, file, part)
         read.append(len(line))
         return line
 
