@@ -97,12 +97,17 @@ class Executor:
         return made
 
     def _check_shown(self, made: Mapping[str, Artifact]) -> None:
-        """Of two runs of one name at once, the folder shows the stages of the one that linked them last."""
+        """Of two runs of one name at once, the folder shows the stages of the one that linked them last.
+
+        Neither's where that one has not come so far yet.
+        """
         for name, artifact in made.items():
+            link = self.folder.path / name
             if not self.folder.shows(name, artifact.path):
+                shown = "shows what another run made meanwhile" if link.exists() else "is taken away by another run"
                 raise NotShownError(
-                    f"{self.folder.path / name} shows what another run made meanwhile, of the same name and with other "
-                    f"settings; this one's {name} is in {artifact.path}",
+                    f"{link} {shown}, of the same name and with other settings; this one's {name} is in "
+                    f"{artifact.path}",
                     hint="run this again, or give each a name of its own: --set name=…",
                 )
 

@@ -1,3 +1,4 @@
+import contextlib
 import dataclasses
 import errno
 import json
@@ -181,20 +182,26 @@ def test_what_cannot_be_shown_is_no_stage_that_failed(tmp_path, refuse_writing):
     assert notes.outcomes["copy"] == "cached"
 
 
-def test_of_two_runs_of_one_name_the_one_that_is_not_shown_says_so(tmp_path):
-    """Another with other settings comes and goes while the last stage of the first is made."""
+@pytest.mark.parametrize(("finished", "said"), [(True, "shows what another run made"), (False, "is taken away by")])
+def test_of_two_runs_of_one_name_the_one_that_is_not_shown_says_so(tmp_path, finished, said):
+    """Another with other settings comes while the last stage of the first is made, and goes or is at its first one."""
     other = make_config(tmp_path, copy={"suffix": "other"})
 
+    def fail(context):
+        raise GateError("not yet")
+
     def run_slowly(context):
-        run(other)
+        with contextlib.nullcontext() if finished else pytest.raises(GateError):
+            run(other, STAGES if finished else [dataclasses.replace(COPY, run=fail), UPPER, LINK])
         LINK.run(context)
 
     config = make_config(tmp_path)
     slow = dataclasses.replace(LINK, name="slow", run=run_slowly)
     with pytest.raises(StoreError) as caught:
         run(config, [COPY, UPPER, slow])
-    assert caught.value.message.startswith(f"{config.run_folder / 'copy'} shows what another run made meanwhile")
-    (mine,) = set((config.store_folder / "copy").iterdir()) - {(config.run_folder / "copy").resolve()}
+    assert caught.value.message.startswith(f"{config.run_folder / 'copy'} {said}")
+    others = {(config.run_folder / "copy").resolve()}
+    (mine,) = {path for path in (config.store_folder / "copy").iterdir() if (path / "artifact.json").exists()} - others
     assert caught.value.message.endswith(f"this one's copy is in {mine}")
     work, _ = run(config, [COPY, UPPER, slow])
     assert work == []
