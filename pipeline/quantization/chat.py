@@ -13,7 +13,7 @@ from functools import cached_property
 from typing import TYPE_CHECKING, Any
 
 from pipeline.errors import QuantizationError
-from pipeline.quantization.messages import check_message, name_kind, replace_text
+from pipeline.quantization.messages import check_message, name_kind, replace_words
 
 if TYPE_CHECKING:
     from collections.abc import Sequence
@@ -23,13 +23,13 @@ if TYPE_CHECKING:
 
     from pipeline.quantization.messages import Message
 
-# Where transformers looks for a template, besides the tokenizer's config.
-BESIDE = ("chat_template.jinja", "chat_template.json", "additional_chat_templates")
-DEFAULT = "additional_chat_templates/default.jinja"
+# Where transformers looks for a tokenizer's templates before its config (chat_template.json is for processors only).
+FILE, BESIDE = "chat_template.jinja", "additional_chat_templates"
 ROLES = ("system", "user", "assistant", "tool")  # that a template may know
 TOKENS = tuple(f"{kind}_token" for kind in ("bos", "eos", "unk", "sep", "pad", "cls", "mask"))
 # What transformers' templates may mark besides jinja's own statements: where the assistant speaks.
 MARKS = re.compile(r"\{%-?\s*(end)?generation\s*-?%\}")
+SPELLED_OUT = re.compile(r"""['"]text['"]: ?['"]$""")  # before a text: its list was written as Python or JSON
 
 
 class ChatTemplate:
@@ -55,23 +55,30 @@ class ChatTemplate:
         return text
 
     def _apply(self, messages: Sequence[Message]) -> str:
-        from jinja2 import TemplateError
+        from jinja2 import TemplateError, TemplateSyntaxError
 
         try:
             return self._render_quickly(messages) if self.quick else self._render(messages)
+        except TemplateSyntaxError as error:
+            raise QuantizationError(
+                f"{self.folder}: line {error.lineno} of the tokenizer's chat template is broken: {error.message}",
+                hint="copy the template from the model's own repository",
+            ) from error
         except (TemplateError, TypeError, KeyError, ValueError) as error:
             raise ValueError(f"the model's chat template refuses it: {error}") from error
 
     def _find_left_out(self, messages: Sequence[Message]) -> int | None:
-        """The first message whose text is not in the rendering, told by words put in its place: of the text itself a
-        template may keep a part, as of an answer what follows the reasoning."""
+        """The first message that is not in the rendering, told by words put in its place: of the text itself a template
+        may keep a part, as of an answer what follows the reasoning."""
         words = [f"(message {i} in its place)" for i in range(len(messages))]
         try:
-            text = self._apply([replace_text(message, word) for message, word in zip(messages, words, strict=True)])
+            text = self._apply([replace_words(message, word) for message, word in zip(messages, words, strict=True)])
         except ValueError:
             return None  # a template that looks into the text
+        text = text.lower()  # templates may write capitals
         for i, (message, word) in enumerate(zip(messages, words, strict=True)):
-            if name_kind(message) != "calls" and (word not in text or f"'text': '{word}'" in text):
+            before, found, _ = text.partition(word)
+            if not found or (name_kind(message) == "parts" and SPELLED_OUT.search(before)):
                 return i
         return None
 
@@ -80,6 +87,8 @@ class ChatTemplate:
         knows = [known for known in ROLES if self._knows(known)]
         if role in knows and name_kind(message) == "parts":
             return f"the model's chat template takes no list as the content of message {number}: write its text"
+        if role in knows and name_kind(message) == "calls":
+            return f'the model\'s chat template leaves out the tool calls of message {number}, of role "{role}"'
         known = f" (it knows {', '.join(knows)})" if knows else ""
         return f'the model\'s chat template leaves out message {number}, of role "{role}"{known}'
 
@@ -88,7 +97,7 @@ class ChatTemplate:
         said = {"role": role, "content": word}
         for chat in ([said], [said, ask], [ask, said]):
             try:
-                if word in self._apply(chat):
+                if word in self._apply(chat).lower():
                     return True
             except ValueError:
                 continue
@@ -103,25 +112,15 @@ class ChatTemplate:
         return template.render(**tokens, messages=given, tools=None, documents=None, add_generation_prompt=False)
 
     def check(self) -> None:
-        """Raises QuantizationError where the folder holds no template, without loading anything."""
-        file = self.folder / "tokenizer_config.json"
-        if not file.is_file():
-            raise QuantizationError(
-                f"{self.folder} has no tokenizer_config.json, and so no chat template",
-                hint="put the model's tokenizer_config.json beside config.json, or calibrate on plain text",
-            )
-        if not any((self.folder / name).exists() for name in BESIDE) and not _names_template(file):
-            raise self._lacks_template()
+        """Raises QuantizationError where the folder holds no template, without loading what renders it."""
+        _ = self._source
 
     @cached_property
     def _tokenizer(self) -> Any:
         from transformers import AutoTokenizer
 
         self.check()
-        tokenizer = AutoTokenizer.from_pretrained(self.folder, local_files_only=True, trust_remote_code=False)
-        if not tokenizer.chat_template:
-            raise self._lacks_template()
-        return tokenizer
+        return AutoTokenizer.from_pretrained(self.folder, local_files_only=True, trust_remote_code=False)
 
     @cached_property
     def _template(self) -> tuple[Template, dict[str, str]]:
@@ -134,8 +133,7 @@ class ChatTemplate:
         def refuse(message: str) -> None:
             raise TemplateError(message)
 
-        self.check()
-        config = _read_object(self.folder / "tokenizer_config.json")
+        source, config = self._source
         environment = ImmutableSandboxedEnvironment(
             trim_blocks=True, lstrip_blocks=True, extensions=["jinja2.ext.loopcontrols"]
         )
@@ -144,29 +142,31 @@ class ChatTemplate:
         environment.globals["strftime_now"] = lambda form: datetime.now().strftime(form)
         found = {name: config.get(name) or "" for name in TOKENS}
         tokens = {name: str(token["content"] if isinstance(token, dict) else token) for name, token in found.items()}
-        return environment.from_string(MARKS.sub("", self._find_template(config))), tokens
+        return environment.from_string(MARKS.sub("", source)), tokens
 
-    def _find_template(self, config: dict[str, Any]) -> str:
-        """What transformers would take, of files before the tokenizer's config."""
-        for file in (self.folder / BESIDE[0], self.folder / DEFAULT):
-            if file.is_file():
-                return file.read_text(encoding="utf-8")
-        named = config.get("chat_template")
+    @cached_property
+    def _source(self) -> tuple[str, dict[str, Any]]:
+        """The template that transformers would take, and the tokenizer's config."""
+        file = self.folder / "tokenizer_config.json"
+        if not file.is_file():
+            raise QuantizationError(
+                f"{self.folder} has no tokenizer_config.json, and so no chat template",
+                hint="put the model's tokenizer_config.json beside config.json, or calibrate on plain text",
+            )
+        config = _read_object(file)
+        beside = self.folder / BESIDE
+        for path in (beside / "default.jinja", self.folder / FILE):
+            if path.is_file():
+                return _read_text(path), config
+        named = None if any(beside.glob("*.jinja")) else config.get("chat_template")
         if isinstance(named, list):
             named = next((each["template"] for each in named if each.get("name") == "default"), None)
-        if not isinstance(named, str):
-            raise self._lacks_template()
-        return named
-
-    def _lacks_template(self) -> QuantizationError:
-        return QuantizationError(
+        if isinstance(named, str) and named:
+            return named, config
+        raise QuantizationError(
             f"{self.folder}: the tokenizer has no chat template, which chat transcripts need",
             hint="put the model's chat_template.jinja beside config.json, or calibrate on plain text",
         )
-
-
-def _names_template(file: Path) -> bool:
-    return bool(_read_object(file).get("chat_template"))
 
 
 def _read_object(file: Path) -> dict[str, Any]:
@@ -179,3 +179,12 @@ def _read_object(file: Path) -> dict[str, Any]:
             f"{file} holds no JSON object: {error}", hint="copy it from the model's own repository"
         ) from error
     return values
+
+
+def _read_text(file: Path) -> str:
+    try:
+        return file.read_text(encoding="utf-8")
+    except UnicodeDecodeError as error:
+        raise QuantizationError(
+            f"{file} is no UTF-8 text: {error}", hint="copy it from the model's own repository"
+        ) from error

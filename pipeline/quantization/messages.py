@@ -17,21 +17,33 @@ def check_message(message: Message, number: int) -> None:
 
 
 def name_kind(message: Message) -> str:
-    """Of what a message says: text; parts, a list of texts; calls of tools, beside which text is welcome; none."""
-    content = message.get("content")
-    if isinstance(message.get("tool_calls"), list) and message["tool_calls"]:
-        return "calls"
-    if isinstance(content, str):
-        return "text"
-    return "parts" if isinstance(content, list) and content and all(map(_is_text, content)) else "none"
+    """What says of a message that it is there: text; parts, a list of texts; calls of tools; none of them.
+
+    What is said beside a call is not asked for: templates leave it out, DeepSeek-V3's among them, and so no model that
+    they serve ever sees it.
+    """
+    content, calls = message.get("content"), message.get("tool_calls")
+    if isinstance(calls, list) and calls and all(isinstance(call, dict) for call in calls):
+        return "calls" if content is None or _is_said(content) else "none"
+    return ("text" if isinstance(content, str) else "parts") if _is_said(content) else "none"
+
+
+def _is_said(content: object) -> bool:
+    return isinstance(content, str) or (isinstance(content, list) and bool(content) and all(map(_is_text, content)))
 
 
 def _is_text(part: object) -> bool:
     return isinstance(part, dict) and part.get("type") == "text" and isinstance(part.get("text"), str)
 
 
-def replace_text(message: Message, word: str) -> Message:
+def replace_words(message: Message, word: str) -> Message:
+    """The message with `word` for what says that it is there: the text, or the functions' names."""
     kind = name_kind(message)
     if kind == "calls":
-        return message
+        return {**message, "tool_calls": [_rename(call, word) for call in message["tool_calls"]]}
     return {**message, "content": word if kind == "text" else [{"type": "text", "text": word}]}
+
+
+def _rename(call: dict[str, Any], name: str) -> dict[str, Any]:
+    function = call.get("function")
+    return {**call, "function": {**function, "name": name}} if isinstance(function, dict) else {**call, "name": name}

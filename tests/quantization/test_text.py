@@ -365,6 +365,10 @@ PARTS = (
     "{% for m in messages %}{% if m.content is string %}{{ m.content }}{% else %}"
     "{% for p in m.content %}{% generation %}{{ p.text }}{% endgeneration %}{% endfor %}{% endif %}{% endfor %}"
 )
+V3_CALLS = (  # as DeepSeek-V3's does, nothing of what is said beside a call
+    "{% for m in messages %}{% if m.tool_calls %}{% for c in m.tool_calls %}{{ c.function.name }}"
+    "({{ c.function.arguments }}){% endfor %}{% else %}{{ m.content }}{% endif %}\n{% endfor %}"
+)
 PLAIN = "{% for m in messages %}{{ m.role }}: {{ m.content }}\n{% endfor %}"
 REFUSING = "{% for m in messages %}{% if m.role == 'tool' %}{{ raise_exception('no tools') }}{% endif %}{% endfor %}"
 
@@ -373,6 +377,7 @@ def ask(**answer: object) -> list[dict[str, object]]:
     return [{"role": "user", "content": "why?"}, answer]
 
 
+CALLS = [{"type": "function", "function": {"name": "look_up", "arguments": {"of": "é"}}}]
 LISTED = [{"type": "text", "text": "since"}]
 
 
@@ -396,6 +401,17 @@ LISTED = [{"type": "text", "text": "since"}]
         (REASONING, {"role": "assistant", "content": "<think>so</think> since"}, ""),
         (REASONING, {"role": "assistant", "content": "", "tool_calls": [{"name": "é"}]}, ""),
         (PARTS, {"role": "assistant", "content": LISTED}, ""),
+        (V3_CALLS, {"role": "assistant", "content": "I ask", "tool_calls": CALLS}, ""),
+        (V3_CALLS, {"role": "assistant", "tool_calls": CALLS}, ""),
+        (DEEPSEEK, {"role": "assistant", "content": "I ask", "tool_calls": CALLS}, "leaves out the tool calls of mess"),
+        (V3_CALLS, {"role": "assistant", "content": {"a": 1}, "tool_calls": CALLS}, "message 2, of role"),
+        (PLAIN.replace("m.content", "m.content | upper"), {"role": "assistant", "content": "since"}, ""),
+        (PLAIN.replace("m.content", "m.content | tojson"), {"role": "assistant", "content": 'since "é"'}, ""),
+        (
+            PLAIN.replace("m.content", "m.content | tojson"),
+            {"role": "assistant", "content": LISTED},
+            "takes no list as the content of message 2",
+        ),
     ],
 )
 def test_no_message_is_left_out(
@@ -417,6 +433,58 @@ def test_no_message_is_left_out(
     else:
         theirs = AutoTokenizer.from_pretrained(tmp_path).apply_chat_template(ask(**answer), tokenize=False)
         assert list(documents_of.read())[1][1] == theirs
+
+
+@pytest.mark.parametrize("quick", [False, True])
+def test_a_broken_template_is_not_the_transcripts_fault(tokenizer: Path, tmp_path: Path, quick: bool) -> None:
+    path = write_lines(tmp_path / "a.jsonl", [{"messages": ask(role="assistant", content="well")}])
+    for template, problem in (
+        ("\n{% for %}", "2 of .* is broken: Expected"),
+        ("{{ x | sho }}", "No filter named"),
+    ):
+        set_template(tmp_path, template)
+        with pytest.raises(QuantizationError, match=f"^{re.escape(str(tmp_path))}: line .*{problem}"):
+            list(Documents(PlainFile(path=path), ChatTemplate(tmp_path, quick=quick)).read())
+    (tmp_path / "chat_template.jinja").write_bytes(b"\xff")
+    with pytest.raises(QuantizationError, match=r"^[^:]*chat_template.jinja is no UTF-8 text"):
+        list(Documents(PlainFile(path=path), ChatTemplate(tmp_path, quick=quick)).read())
+
+
+@pytest.mark.parametrize("quick", [False, True])
+def test_templates_are_sought_where_transformers_does(tokenizer: Path, tmp_path: Path, quick: bool) -> None:
+    from transformers import AutoTokenizer
+
+    set_template(tmp_path, PLAIN)
+    config = json.loads((tmp_path / "tokenizer_config.json").read_text())
+    chat = ask(role="assistant", content="since")
+    beside = tmp_path / "additional_chat_templates"
+
+    def check(rendered: str) -> None:
+        assert AutoTokenizer.from_pretrained(tmp_path).apply_chat_template(chat, tokenize=False) == rendered
+        assert ChatTemplate(tmp_path, quick=quick).render(chat) == rendered
+
+    check("user: why?\nassistant: since\n")
+    (tmp_path / "chat_template.jinja").write_text("file " + PLAIN)
+    check("file user: why?\nassistant: since\n")
+    beside.mkdir()
+    (beside / "default.jinja").write_text("beside " + PLAIN)
+    check("beside user: why?\nassistant: since\n")
+    (beside / "default.jinja").rename(beside / "tool_use.jinja")
+    check("file user: why?\nassistant: since\n")
+    (tmp_path / "chat_template.jinja").unlink()
+    with pytest.raises(QuantizationError, match="has no chat template, which chat transcripts need"):
+        ChatTemplate(tmp_path, quick=quick).render(chat)
+    (beside / "tool_use.jinja").unlink()
+    del config["chat_template"]
+    named = [{"name": "tool_use", "template": "no"}, {"name": "default", "template": "named " + PLAIN}]
+    (tmp_path / "tokenizer_config.json").write_text(json.dumps(config | {"chat_template": named}))
+    check("named user: why?\nassistant: since\n")
+    # For processors alone; and of several templates, none that is meant for every chat.
+    (tmp_path / "chat_template.json").write_text(json.dumps({"chat_template": PLAIN}))
+    for of_tokenizer in ({}, {"chat_template": named[:1]}):
+        (tmp_path / "tokenizer_config.json").write_text(json.dumps(config | of_tokenizer))
+        with pytest.raises(QuantizationError, match="has no chat template, which chat transcripts need"):
+            ChatTemplate(tmp_path, quick=quick).render(chat)
 
 
 def test_a_number_without_end(tokenizer: Path, tmp_path: Path) -> None:
