@@ -6,12 +6,13 @@ import codecs
 import json
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any, Protocol
+from typing import Any, BinaryIO, Protocol
 
 from pipeline.errors import QuantizationError
 
 MAX_LINE = 64 << 20  # bytes of JSON: a file without line ends must not be read whole
 MAX_DIGITS = 4300  # of a number: Python's own bound, beyond which it takes quadratic time
+BLOCK = 1 << 16  # bytes looked through at a time
 JSON_LINES = (".jsonl", ".ndjson")
 KEYS = {"jsonl": "text", "chat": "messages"}  # where a line's object holds what it is about, unless told
 SETTING = "stages.quantize.calibration.files"
@@ -60,13 +61,25 @@ def guess_format(path: Path, key: str | None) -> str:
     if path.suffix.lower() not in JSON_LINES:
         return "text"
     with open(path, "rb") as file:
-        line = b""
-        while not line.strip() and file.tell() < MAX_LINE and (line := file.readline(MAX_LINE)):
-            line = line.removeprefix(codecs.BOM_UTF8)
+        file.seek(skip_blank(file, 0))
+        line = file.readline(MAX_LINE)
     try:
         return "chat" if isinstance(parse_line(line.decode()).get(key or KEYS["chat"]), list) else "jsonl"
     except (UnicodeDecodeError, ValueError, RecursionError):
         return "jsonl"  # whose reader says what is wrong with the line
+
+
+def skip_blank(file: BinaryIO, start: int) -> int:
+    """The first byte from `start` on that is no white space of ASCII, nor a byte order mark; else the file's end."""
+    file.seek(start)
+    size = 256  # what is blank is short, as a rule
+    while block := file.read(size):
+        size = BLOCK
+        if file.tell() == len(block):  # the file's beginning
+            block = block.removeprefix(codecs.BOM_UTF8)
+        if left := block.lstrip():
+            return file.tell() - len(left)
+    return file.tell()
 
 
 def parse_line(line: str) -> dict[str, Any]:

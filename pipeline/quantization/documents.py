@@ -13,19 +13,20 @@ from typing import TYPE_CHECKING, Any, BinaryIO
 
 from pipeline.errors import QuantizationError
 from pipeline.quantization.calibration_files import (
+    BLOCK,
     KEYS,
     MAX_LINE,
     SETTING,
     CalibrationFile,
     guess_format,
     parse_line,
+    skip_blank,
 )
 
 if TYPE_CHECKING:
     from pipeline.quantization.chat import ChatTemplate
 
 PART = 1 << 16  # characters of a long document, or bytes of plain text, given at a time
-BLOCK = 1 << 16  # bytes looked through at a time for a line's beginning
 CHECKED, SEARCHED = 1 << 16, 1 << 20  # bytes that a check reads, and that it seeks a first document in
 
 
@@ -69,14 +70,19 @@ class Documents:
                     if not line:
                         return
                     end, document = begin + len(line), self._decode(line, begin)
+                    if self.format != "text" and line.isspace():
+                        end = skip_blank(file, end)  # of many blank lines, each takes a while
                 yield from self._cut(document, begin, end, start, part)
                 begin = end
 
     def check(self) -> None:
-        """Reads the first documents as `read` does. Also refuses a file of at most SEARCHED bytes that has none."""
-        begin, found = 0, False
+        """Reads the first documents as `read` does. Refuses a blank file, too, and one that has none in SEARCHED bytes
+        and is no longer."""
+        found = False
         with open(self.path, "rb") as file:
-            while begin < (CHECKED if found else SEARCHED) and (line := self._read_line(file, PART)):
+            first = begin = skip_blank(file, 0)
+            file.seek(begin)
+            while begin - first < (CHECKED if found else SEARCHED) and (line := self._read_line(file, PART)):
                 found = bool(self._decode(line, begin).strip()) or found
                 begin += len(line)
                 file.seek(begin)

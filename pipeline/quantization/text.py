@@ -91,17 +91,24 @@ def _draw(pieces: list[array[int]], count: int, chance: random.Random) -> list[a
 
 
 def _draw_shares(sources: Sequence[_Source], samples: int, seed: int) -> list[array[int]]:
-    """By the files' weights. Where none says one, what a file is too short for comes of the others."""
-    shares = _share(samples, [source.weight(sources) for source in sources])
-    found = [
-        source.draw(share, random.Random(f"{seed}/{i}"))
-        for i, (source, share) in enumerate(zip(sources, shares, strict=True))
-    ]
+    """By the files' weights. Where none says one, what a file is too short for comes of the others, shared as well."""
+    weights = [source.weight(sources) for source in sources]
+    wanted = _share(samples, weights)
+    for source, share in zip(sources, wanted, strict=True):
+        source.share = share
+
+    def draw(i: int) -> list[array[int]]:
+        return sources[i].draw(wanted[i], random.Random(f"{seed}/{i}"))
+
+    found = [draw(i) for i in range(len(sources))]
     if all(source.file.weight is None for source in sources):
-        for i, source in enumerate(sources):
-            missing = samples - sum(map(len, found))
-            if missing and len(found[i]) == shares[i]:
-                found[i] = source.draw(shares[i] + missing, random.Random(f"{seed}/{i}"))
+        while (missing := samples - sum(map(len, found))) and (
+            others := [i for i, pieces in enumerate(found) if weights[i] and len(pieces) == wanted[i]]
+        ):
+            for i, more in zip(others, _share(missing, [weights[i] for i in others]), strict=True):
+                if more:
+                    wanted[i] += more
+                    found[i] = draw(i)
     return [piece for pieces in found for piece in pieces]
 
 
@@ -141,12 +148,11 @@ class _Source:
         """What was found, in tokens where all of it was read, beside the share that was to come of it."""
         if self.share is None:
             return f"{self.file.path}: {self.tokens:,} tokens"
-        what = "enough" if self.found == self.share else f"{self.tokens:,} tokens"
+        what = "enough" if self.found >= self.share else f"{self.tokens:,} tokens"
         return f"{self.file.path}: {what} for its share of {self.share:,} pieces"
 
     def draw(self, count: int, chance: random.Random) -> list[array[int]]:
         """At most `count` pieces."""
-        self.share = count
         pieces = self._find(count, chance)
         self.found = len(pieces)
         return pieces

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import codecs
 import itertools
 import json
 import random
@@ -281,6 +282,18 @@ def test_what_a_file_is_too_short_for_comes_of_the_others(
     with pytest.raises(QuantizationError, match=r"a.jsonl: 600 tokens for its share of 101 pieces; .*b.txt: enough"):
         files = [PlainFile(path=tmp_path / name, weight=1.0) for name in ("a.jsonl", "b.txt")]
         sample(tokenizer, *files, samples=202)
+    # Two others share what is missing, by their sizes; where all is too little, shares are those of the wish.
+    (tmp_path / "c.txt").write_text("w" * 60_000)
+    (tmp_path / "nothing.txt").touch()
+    names = ("nothing.txt", "a.jsonl", "b.txt", "c.txt")
+    drawn = Counter(
+        decode(tokenizer, piece)[0] for piece in sample(tokenizer, *(tmp_path / n for n in names), samples=400)
+    )
+    assert drawn["x"] <= 75 and abs(drawn["w"] / drawn["z"] - 2) < 0.1
+    with pytest.raises(QuantizationError) as caught:
+        sample(tokenizer, *(tmp_path / n for n in names), samples=20_000)
+    shares = re.findall(r"for its share of ([\d,]+) pieces", caught.value.message)
+    assert len(shares) == 4 and sum(int(share.replace(",", "")) for share in shares) == 20_000
 
 
 def test_a_key_is_not_passed_over(tokenizer: Path, tmp_path: Path) -> None:
@@ -498,3 +511,32 @@ def test_lines_have_an_end(tokenizer: Path, tmp_path: Path, monkeypatch: pytest.
     (tmp_path / "a.jsonl").write_bytes(b" " * (3 << 20))
     with pytest.raises(QuantizationError, match=r"a.jsonl:1: is longer than 1 MiB"):
         sample(tokenizer, tmp_path / "a.jsonl")
+
+
+@pytest.mark.parametrize("name", ["a.txt", "a.jsonl"])
+def test_blank_lines_without_end(tokenizer: Path, tmp_path: Path, name: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    """A look at the file refuses them, and those before a document are passed over at once."""
+    blank, said = (
+        codecs.BOM_UTF8 + b" \n" * (1 << 20),
+        (b'{"messages": []}' if name == "a.jsonl" else b"def f(x):\n" * 9),
+    )
+    (tmp_path / name).write_bytes(blank)
+    with pytest.raises(QuantizationError, match="holds no text"):
+        Documents(PlainFile(path=tmp_path / name), ChatTemplate(tmp_path)).check()
+    (tmp_path / name).write_bytes(blank + said + b"\n")
+    if name == "a.txt":
+        Documents(PlainFile(path=tmp_path / name), ChatTemplate(tmp_path)).check()
+        return
+    decoded: list[int] = []
+
+    def count(self: Documents, line: bytes, begin: int) -> str:
+        decoded.append(begin)
+        return line.decode()
+
+    monkeypatch.setattr(Documents, "_decode", count)
+    found = Documents(PlainFile(path=tmp_path / name), ChatTemplate(tmp_path))
+    assert found.format == "chat" and len(list(found.read())) < 5 and len(decoded) < 5
+    monkeypatch.undo()
+    for read in (found.check, lambda: list(found.read())):
+        with pytest.raises(QuantizationError, match=r'a.jsonl:1048577: "messages" is no list of messages'):
+            read()
