@@ -11,7 +11,7 @@ from typing import Any
 import pytest
 
 from pipeline.evaluation.numbers import spell_numbers
-from pipeline.evaluation.report.figures import plot_coverage, plot_experts, plot_linears, plot_saturation
+from pipeline.evaluation.report.figures import mean_loss, plot_coverage, plot_experts, plot_linears, plot_saturation
 from pipeline.evaluation.report.page import write_comparison, write_run
 from tests.browser import NoBrowserError, Page, find_chromium, open_page
 
@@ -239,10 +239,17 @@ def test_the_same_document_gives_the_same_page(pages: dict[str, Path], tmp_path:
 
 def test_plots_leave_out_what_is_not_there() -> None:
     assert plot_linears([]) is None
-    assert plot_linears([{"group": "mlp.fc", "layer": 0, "loss_after": None}]) is None
+    assert plot_linears([{"group": "mlp.fc", "layer": 0, "linears": 1, "loss_after": None}]) is None
     assert plot_experts({}) is None
     assert plot_coverage({}) is None
     assert plot_saturation([]) is None
+
+
+def test_a_mean_is_of_the_linears() -> None:
+    """Of 64 experts a recipe gave one another group size, and one had no tokens."""
+    cells = [{"linears": 62, "loss": 0.01}, {"linears": 1, "loss": 0.64}, {"linears": 1, "loss": None}]
+    assert mean_loss(cells, "loss") == pytest.approx((62 * 0.01 + 0.64) / 63)
+    assert mean_loss(cells[2:], "loss") is None
 
 
 def test_a_large_heat_map_is_one_picture() -> None:

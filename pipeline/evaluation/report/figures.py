@@ -92,14 +92,18 @@ def _plot_context(rows: Sequence[Document]) -> list[Plot]:
 
 def plot_linears(cells: Sequence[Document]) -> Plot | None:
     """The activation-error heat map of quantization.json: layer by scale group, an error in each cell."""
-    rows = [(row["group"], row["layer"], row["loss_after"]) for row in cells if row["loss_after"] is not None]
+    places: dict[tuple[str, int], list[Document]] = {}
+    for cell in cells:
+        places.setdefault((cell["group"], cell["layer"]), []).append(cell)
+    means = {place: mean_loss(of_place, "loss_after") for place, of_place in places.items()}
+    rows = {place: mean for place, mean in means.items() if mean is not None}
     note = "squared error of the linears' outputs over the squared outputs, on the calibration text"
     return _plot_cells(rows, "Activation error, layer by scale", "squared error, share", note)
 
 
 def plot_coverage(layers: Mapping[str, Mapping[str, Document]]) -> Plot | None:
     """How much of what the calibration text says changed between half of its samples and all."""
-    rows = [(name, int(layer), row["change"]) for layer, inputs in layers.items() for name, row in inputs.items()]
+    rows = {(name, int(layer)): row["change"] for layer, inputs in layers.items() for name, row in inputs.items()}
     note = "how far the channels' sizes moved between half of the calibration text and all of it"
     return _plot_cells(rows, "Calibration coverage", "change", note)
 
@@ -118,16 +122,19 @@ def plot_saturation(shares: Sequence[Document]) -> Plot | None:
     return Plot(title="Calibration saturation", svg=svg, note=note, legend=["mean of all inputs", "largest"])
 
 
-def _plot_cells(rows: Sequence[tuple[str, int, float]], title: str, bar: str, note: str) -> Plot | None:
-    """A heat map of (name, layer, value); cells that are named more than once show their mean."""
-    cells: dict[tuple[str, int], list[float]] = {}
-    for name, layer, value in rows:
-        cells.setdefault((name, layer), []).append(value)
+def mean_loss(cells: Sequence[Document], key: str) -> float | None:
+    """Of all linears of some rows of quantization.json's heat map; None where nothing was measured."""
+    losses = [(cell[key], cell["linears"]) for cell in cells if cell[key] is not None]
+    return sum(loss * count for loss, count in losses) / sum(count for _, count in losses) if losses else None
+
+
+def _plot_cells(cells: Mapping[tuple[str, int], float], title: str, bar: str, note: str) -> Plot | None:
+    """A heat map of values by name and layer."""
     if not cells:
         return None
     names = list(dict.fromkeys(name for name, _ in cells))
     layers = range(min(layer for _, layer in cells), max(layer for _, layer in cells) + 1)
-    values = [[_mean(cells.get((name, layer))) for layer in layers] for name in names]
+    values = [[cells.get((name, layer)) for layer in layers] for name in names]
     svg = plot_heat_map(values, rows=names, columns=[str(i) for i in layers], x_label="decoder layer", bar=bar)
     return Plot(title=title, svg=svg, note=note)
 
@@ -146,7 +153,3 @@ def plot_experts(experts: Mapping[str, Document]) -> Plot | None:
         bar="times an even share",
     )
     return Plot(title="Tokens per expert", svg=svg, note="calibration tokens that each layer's router sent there")
-
-
-def _mean(values: Sequence[float] | None) -> float | None:
-    return sum(values) / len(values) if values else None

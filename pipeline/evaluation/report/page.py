@@ -9,6 +9,7 @@ from typing import TYPE_CHECKING, Any
 import pipeline
 from pipeline.evaluation.report.figures import (
     Plot,
+    mean_loss,
     plot_checkpoints,
     plot_coverage,
     plot_experts,
@@ -268,5 +269,5 @@ def _tabulate_groups(cells: Sequence[Document]) -> list[dict[str, Any]]:
 
 
 def _spell_mean(cells: Sequence[Document], key: str) -> str:
-    values = [cell[key] for cell in cells if cell[key] is not None]
-    return spell_number(sum(values) / len(values), ".3g") if values else "not measured"
+    mean = mean_loss(cells, key)
+    return "not measured" if mean is None else spell_number(mean, ".3g")
