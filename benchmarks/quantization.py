@@ -33,7 +33,7 @@ from benchmarks.bars import hold_best, hold_flat
 from benchmarks.quantization_models import FOLDER, MODELS, Model, other_domain
 from benchmarks.quantization_sides import convert, export_awq, quantize, quantize_by_peer
 from pipeline.progress import format_amount
-from pipeline.quantization.selection import WITH_ZEROS
+from pipeline.quantization.catalog import WITH_ZEROS
 
 METHODS = ("rtn", "rtn_clip", "awq", "gptq", "awq_gptq")
 EXPORTED = tuple(WITH_ZEROS.values())  # by none of our engines: measured on what AWQ's format has of them

@@ -45,7 +45,7 @@ BACKENDS = {
 # Under stages.build: what shapes the network that trtseek writes, and its engine.
 OWN_SETTINGS = ("generation", "max_blocks", "moe", "lowering", "weights")
 
-# Format of the linears (selection.FORMATS) -> that of the Hugging Face checkpoint (`trtseek export --format`) in which
+# Format of the linears (catalog.FORMATS) -> that of the Hugging Face checkpoint (`trtseek export --format`) in which
 # TensorRT-LLM's PyTorch backend reads it.
 LLMAPI_EXPORTS = {"int4": "modelopt", "fp8": "modelopt", "fp8_blocks": "hf"}
 # … and of those that only others' checkpoints bring.

@@ -10,8 +10,9 @@ from typing import TYPE_CHECKING
 
 from pipeline.checkpoint.foreign.holding import Held, Holding
 from pipeline.checkpoint.foreign.marks import MARKS
+from pipeline.quantization.catalog import METHODS, NONE
 from pipeline.quantization.patterns import find_pattern
-from pipeline.quantization.selection import HEAD_NAME, METHODS, NEVER, NONE, Decision, fit
+from pipeline.quantization.selection import HEAD_NAME, NEVER, Decision, fit
 
 if TYPE_CHECKING:
     from pipeline.checkpoint.architecture import Architecture

@@ -7,7 +7,8 @@ from collections.abc import Iterable, Mapping, Sequence
 from typing import TYPE_CHECKING, NamedTuple
 
 from pipeline.checkpoint.foreign.holding import Held, Holding
-from pipeline.quantization.selection import METHODS, Decision, Rules
+from pipeline.quantization.catalog import METHODS
+from pipeline.quantization.selection import Decision, Rules
 
 if TYPE_CHECKING:
     from pipeline.config.case import Case

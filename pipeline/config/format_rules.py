@@ -5,7 +5,8 @@ from __future__ import annotations
 from typing import TYPE_CHECKING
 
 from pipeline.network.spec import CACHE_PLUGINS
-from pipeline.quantization.selection import FOREIGN_FORMATS, FORMATS, METHODS, Decision
+from pipeline.quantization.catalog import FOREIGN_FORMATS, FORMATS, METHODS
+from pipeline.quantization.selection import Decision
 
 if TYPE_CHECKING:
     from pipeline.config.case import Case

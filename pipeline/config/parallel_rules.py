@@ -9,7 +9,8 @@ from pipeline.checkpoint.layouts import list_kinds
 from pipeline.config.case import FP8_TYPES, Case
 from pipeline.config.rules import Rule
 from pipeline.engine.tensorrt_llm.rank_sizes import share_out
-from pipeline.quantization.selection import FP8_BLOCKS, GROUP_SIZES, Decision
+from pipeline.quantization.catalog import FP8_BLOCKS, GROUP_SIZES
+from pipeline.quantization.selection import Decision
 from pipeline.sharding.divisions import Division, divisions, tell_undivided
 from pipeline.sharding.ranks import Parallel, list_divisors
 from pipeline.sharding.spreading import Spreading

@@ -7,8 +7,9 @@ from typing import Annotated, Any, Literal, Self
 from pydantic import Field, model_validator
 
 from pipeline.config.section import FilePath, Positive, Ratio, Section
+from pipeline.quantization.catalog import GroupSize
 from pipeline.quantization.options import Effort, Goal
-from pipeline.quantization.selection import GroupSize, Override
+from pipeline.quantization.selection import Override
 
 Method = Literal[
     "awq", "awq_fp8", "gptq", "awq_gptq", "rtn", "rtn_clip", "fp8", "fp8_blocks", "int8", "smoothquant", "none"

@@ -8,9 +8,10 @@ from pipeline.config.case import Case
 from pipeline.config.expert_rules import EXPERT_FORMATS
 from pipeline.config.format_rules import FP8_FORMATS
 from pipeline.config.rules import Rule
+from pipeline.quantization.catalog import FORMATS, NONE
 from pipeline.quantization.patterns import find_pattern
 from pipeline.quantization.rules import HEAD_HINT, find_unfit_head
-from pipeline.quantization.selection import FORMATS, HEAD_NAME, NONE
+from pipeline.quantization.selection import HEAD_NAME
 
 if TYPE_CHECKING:
     from pipeline.config.schema import Config

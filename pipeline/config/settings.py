@@ -10,7 +10,8 @@ from pydantic import BeforeValidator, Field
 from pipeline.config.recipe import Budget, Method, Recipe, Sensitivity, allow_short_forms
 from pipeline.config.section import FilePath, Positive, Ratio, Section
 from pipeline.config.tensorrt_llm import TensorRTLLM
-from pipeline.quantization.selection import GroupSize, Role, Rules
+from pipeline.quantization.catalog import GroupSize
+from pipeline.quantization.selection import Role, Rules
 
 if TYPE_CHECKING:
     from pipeline.engine.limits import BuildLimits

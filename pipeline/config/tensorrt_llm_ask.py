@@ -6,7 +6,8 @@ from dataclasses import replace
 from typing import TYPE_CHECKING
 
 from pipeline.engine.tensorrt_llm.ask import Ask, StoredLinear
-from pipeline.quantization.selection import FP8_BLOCKS, HEAD
+from pipeline.quantization.catalog import FP8_BLOCKS
+from pipeline.quantization.selection import HEAD
 
 if TYPE_CHECKING:
     from pipeline.config.case import Case

@@ -7,7 +7,7 @@ from pipeline.config.rules import Rule
 from pipeline.config.tensorrt_llm_rules import of_backend
 from pipeline.engine.tensorrt_llm.request import FUSED, is_chunked
 from pipeline.engine.tensorrt_llm.versions import judge
-from pipeline.quantization.selection import name_algo
+from pipeline.quantization.catalog import name_algo
 
 
 def _find_paged_attention(case: Case) -> str | None:

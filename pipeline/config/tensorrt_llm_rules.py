@@ -13,7 +13,8 @@ from pipeline.config.recipe_rules import offered_formats
 from pipeline.config.rules import Rule
 from pipeline.engine.tensorrt_llm.support import LIMITS, Limit
 from pipeline.exports.refusals import CUT_BLOCKS, NO_STEP, PER_OUTPUT
-from pipeline.quantization.selection import FP8_BLOCKS, Decision
+from pipeline.quantization.catalog import FP8_BLOCKS
+from pipeline.quantization.selection import Decision
 
 ENGINE, PYTORCH = "tensorrt_llm", "llmapi"
 # What its mixed precision has none of, but `recipe: auto` may choose.

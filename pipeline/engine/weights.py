@@ -15,7 +15,8 @@ from pipeline.checkpoint.layouts import list_kinds
 from pipeline.checkpoint.layouts.scales import BLOCK, count_blocks
 from pipeline.checkpoint.tensors import MODEL_DTYPE_BYTES
 from pipeline.engine.split import count_held, count_sharers
-from pipeline.quantization.selection import FORMATS, FP8_BLOCKS, METHODS, NOTHING, Decision, Rules
+from pipeline.quantization.catalog import FORMATS, FP8_BLOCKS, METHODS
+from pipeline.quantization.selection import NOTHING, Decision, Rules
 from pipeline.sharding.ranks import Rank
 from pipeline.sharding.spreading import Spreading
 

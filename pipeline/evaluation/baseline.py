@@ -12,11 +12,11 @@ from typing import TYPE_CHECKING
 from pipeline.checkpoint.block_scales import read_weight
 from pipeline.checkpoint.layouts.scales import ACTIVATION_SCALES, BLOCK_SCALES, CACHE_SCALES, find_format
 from pipeline.checkpoint.tensors import DTYPES, MODEL_DTYPES, RawTensor, TensorInfo
+from pipeline.quantization.catalog import METHODS
 from pipeline.quantization.formats import FORMATS
 from pipeline.quantization.problem import Treatment
 from pipeline.quantization.report import REPORT, QuantizationReport
 from pipeline.quantization.rules import Linear
-from pipeline.quantization.selection import METHODS
 from pipeline.quantization.shard import model_dtype
 
 if TYPE_CHECKING:

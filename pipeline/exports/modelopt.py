@@ -20,8 +20,8 @@ from pipeline.checkpoint.layouts.scales import FP8
 from pipeline.checkpoint.tensors import TensorInfo
 from pipeline.exports.plan import Encoding
 from pipeline.exports.refusals import NO_STEP, PER_OUTPUT, refuse_head
-from pipeline.quantization.selection import FORMATS as ROWS
-from pipeline.quantization.selection import MIXED
+from pipeline.quantization.catalog import FORMATS as ROWS
+from pipeline.quantization.catalog import MIXED
 
 if TYPE_CHECKING:
     import torch

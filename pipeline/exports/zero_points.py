@@ -7,7 +7,8 @@ from contextlib import contextmanager
 from typing import TYPE_CHECKING
 
 from pipeline.errors import ConfigError
-from pipeline.quantization.selection import HEAD, NONE, WITH_ZEROS
+from pipeline.quantization.catalog import NONE, WITH_ZEROS
+from pipeline.quantization.selection import HEAD
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterator

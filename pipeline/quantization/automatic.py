@@ -9,9 +9,9 @@ from typing import TYPE_CHECKING, Any
 
 from pipeline.errors import ConfigError
 from pipeline.progress import SILENT, Progress
+from pipeline.quantization.catalog import GROUP_SIZES, METHODS
 from pipeline.quantization.options import Candidate, Effort, Goal, list_candidates
 from pipeline.quantization.recipe import RECIPE, Recipe, solve
-from pipeline.quantization.selection import GROUP_SIZES, METHODS
 from pipeline.quantization.sensitivity import REPORT, measure_sensitivity
 from pipeline.quantization.units import list_units
 from pipeline.workspace import NestedWorkspace

@@ -9,6 +9,7 @@ from typing import TYPE_CHECKING, Any, cast
 import torch
 
 from pipeline.checkpoint.block_scales import read_weight
+from pipeline.quantization.catalog import FORMATS, METHODS
 from pipeline.quantization.folding import Adjustments, realise
 from pipeline.quantization.int4_grids import ASYMMETRIC_SCALES, asymmetric, symmetric
 from pipeline.quantization.linear_inputs import LinearInputs
@@ -16,7 +17,6 @@ from pipeline.quantization.methods import CHOOSERS
 from pipeline.quantization.moments import Factors
 from pipeline.quantization.problem import PLAIN, Choice, Loss, Problem, Treatment
 from pipeline.quantization.scale_groups import scale_groups
-from pipeline.quantization.selection import FORMATS, METHODS
 
 if TYPE_CHECKING:
     from collections.abc import Collection, Mapping, Sequence
@@ -32,7 +32,6 @@ if TYPE_CHECKING:
 
 
 NEAREST = "rtn"  # in whatever format
-SCALED_NEAREST = {"awq_gptq": "awq"}  # of methods whose scale and whose rounding are two
 
 
 def group_linears(
@@ -182,7 +181,7 @@ def _name_unfed(method: str, choice: Choice) -> str:
     was rounded to nearest."""
     if choice.scale is None:
         return NEAREST
-    return SCALED_NEAREST.get(method, method)
+    return METHODS[method].scale_only or method
 
 
 def _round(loss: float) -> float:

@@ -5,7 +5,8 @@ from __future__ import annotations
 from collections.abc import Sequence
 from dataclasses import dataclass
 
-from pipeline.quantization.selection import FORMATS, GROUP_SIZES, METHODS, Rules
+from pipeline.quantization.catalog import FORMATS, GROUP_SIZES, METHODS
+from pipeline.quantization.selection import Rules
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

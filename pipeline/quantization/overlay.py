@@ -8,8 +8,8 @@ from typing import TYPE_CHECKING
 
 from pipeline.checkpoint.layouts.scales import BLOCK_SCALES
 from pipeline.progress import SILENT
+from pipeline.quantization.catalog import METHODS
 from pipeline.quantization.layer import group_linears, plan_layer
-from pipeline.quantization.selection import METHODS
 from pipeline.quantization.shard import make_tensors
 
 if TYPE_CHECKING:

@@ -24,6 +24,7 @@ from pipeline.progress import SILENT, Progress
 from pipeline.quantization import calibration
 from pipeline.quantization.calibration import Calibration, sample_pieces
 from pipeline.quantization.calibration_files import name_file
+from pipeline.quantization.catalog import METHODS, name_algo
 from pipeline.quantization.coverage import summarize, warn
 from pipeline.quantization.heap import trim_heap
 from pipeline.quantization.kv_cache import cache_step
@@ -31,7 +32,6 @@ from pipeline.quantization.layer import LayerPlan, group_linears, plan_layer
 from pipeline.quantization.linear_inputs import UNROUTED, warn_starved
 from pipeline.quantization.report import REPORT, QuantizationReport, describe_config
 from pipeline.quantization.rules import choose_linears
-from pipeline.quantization.selection import METHODS, name_algo
 from pipeline.quantization.shard import model_dtype, write_shard
 from pipeline.quantization.threads import bounded_threads
 

@@ -12,9 +12,10 @@ from dataclasses import dataclass
 from typing import Any
 
 from pipeline.errors import ConfigError
+from pipeline.quantization.catalog import METHODS, NONE
 from pipeline.quantization.knapsack import select
 from pipeline.quantization.options import Candidate, Goal
-from pipeline.quantization.selection import METHODS, NONE, Override
+from pipeline.quantization.selection import Override
 
 RECIPE = "recipe.yaml"
 

@@ -12,8 +12,8 @@ from typing import TYPE_CHECKING, Any
 from pipeline.checkpoint.config_values import spell
 from pipeline.checkpoint.layouts.scales import PRESCALE, ZEROS
 from pipeline.errors import CheckpointError
+from pipeline.quantization.catalog import FORMATS, GROUP_SIZES, METHODS
 from pipeline.quantization.kv_cache import CACHE_FORMATS
-from pipeline.quantization.selection import FORMATS, GROUP_SIZES, METHODS
 
 if TYPE_CHECKING:
     from pipeline.checkpoint.tensors import TensorInfo

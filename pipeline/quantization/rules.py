@@ -6,18 +6,9 @@ from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
 from pipeline.errors import CompatibilityError
+from pipeline.quantization.catalog import FLOAT32, FORMATS, METHODS, NONE
 from pipeline.quantization.patterns import find_pattern
-from pipeline.quantization.selection import (
-    FLOAT32,
-    FORMATS,
-    HEAD,
-    HEAD_NAME,
-    METHODS,
-    NEVER,
-    NONE,
-    QUANTIZABLE,
-    Rules,
-)
+from pipeline.quantization.selection import HEAD, HEAD_NAME, NEVER, QUANTIZABLE, Rules
 
 if TYPE_CHECKING:
     from collections.abc import Iterable, Mapping

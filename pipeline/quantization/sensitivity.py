@@ -22,11 +22,11 @@ from pipeline.checkpoint.engine_config import require_unquantized
 from pipeline.checkpoint.tensors import release_layer
 from pipeline.progress import SILENT, Progress
 from pipeline.quantization import calibration
+from pipeline.quantization.catalog import FORMATS, METHODS
 from pipeline.quantization.options import Candidate, Effort
 from pipeline.quantization.overlay import Overlay, lay_over
 from pipeline.quantization.propagation import FOLDER, Propagation
 from pipeline.quantization.scale_groups import scale_groups
-from pipeline.quantization.selection import FORMATS, METHODS
 from pipeline.quantization.shard import model_dtype
 from pipeline.quantization.units import Unit, list_units
 

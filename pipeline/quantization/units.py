@@ -11,10 +11,11 @@ from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING
 
 from pipeline.checkpoint.layouts import layout_for
+from pipeline.quantization.catalog import GROUP_SIZES
 from pipeline.quantization.options import Candidate
 from pipeline.quantization.rules import Linear, choose_linears
 from pipeline.quantization.scale_groups import scale_groups
-from pipeline.quantization.selection import GROUP_SIZES, HEAD, Decision, Rules, fit
+from pipeline.quantization.selection import HEAD, Decision, Rules, fit
 
 if TYPE_CHECKING:
     from pipeline.checkpoint.architecture import Architecture

@@ -17,7 +17,8 @@ from pipeline.checkpoint.tensors import MODEL_DTYPE_BYTES
 from pipeline.engine.build_memory import build_memory
 from pipeline.engine.limits import STRIPPED
 from pipeline.engine.weights import NOTHING_HELD, estimate_weights
-from pipeline.quantization.selection import FORMATS, Decision, Rules
+from pipeline.quantization.catalog import FORMATS
+from pipeline.quantization.selection import Decision, Rules
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Mapping, Sequence

@@ -9,7 +9,7 @@ from pipeline.config.load import find_config, load_config
 from pipeline.config.recipe import Format, Method
 from pipeline.config.schema import Config
 from pipeline.errors import ConfigError
-from pipeline.quantization.selection import FORMATS, METHODS, NONE, WITH_ZEROS
+from pipeline.quantization.catalog import FORMATS, METHODS, NONE, WITH_ZEROS
 
 REPOSITORY = Path(__file__).parents[2]
 MINIMAL = "model: {path: m}\ntarget: {gpu: L4}\n"

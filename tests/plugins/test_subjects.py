@@ -14,7 +14,7 @@ from benchmarks.kernel_rows import STEPS, list_rows
 from pipeline.checkpoint.tensors import MODEL_DTYPES
 from pipeline.network.expert_plugin import STORAGES
 from pipeline.network.spec import CACHES, PAYLOADS
-from pipeline.quantization.selection import GroupSize
+from pipeline.quantization.catalog import GroupSize
 from plugins.compiler import SMS
 from plugins.moe_experts.operation import PRESCALES
 from plugins.operation import Kernel, Launch, Operation, divide_up

@@ -13,7 +13,7 @@ import pytest
 
 from pipeline.checkpoint.folder import CheckpointFolder
 from pipeline.checkpoint.layouts import list_kinds
-from pipeline.quantization import formats, methods, selection
+from pipeline.quantization import selection
 
 
 @pytest.mark.parametrize(
@@ -37,11 +37,6 @@ def test_patterns_are_the_shell_s_with_and_without_the_suffix(patterns: tuple[st
         spelled = (name, f"{name}.weight")
         found = [i for i, pattern in enumerate(patterns) if any(fnmatchcase(each, pattern) for each in spelled)]
         assert find(name) == find(f"{name}.weight") == (found[0] if found else None)
-
-
-def test_every_method_and_format_has_its_row_in_both_tables() -> None:
-    assert methods.CHOOSERS.keys() == selection.METHODS.keys()
-    assert formats.FORMATS.keys() == selection.FORMATS.keys() == {row.format for row in selection.METHODS.values()}
 
 
 RECIPE = selection.Rules(
@@ -83,10 +78,6 @@ def test_counting_a_kind_is_deciding_on_each_of_its_linears(llama_path: Path) ->
                 assert rules.count(kind) == each
                 wished = sum(count for _, count in rules.wishes(kind).values())
                 assert wished >= sum(n for decision, n in each.items() if isinstance(decision, selection.Decision))
-
-
-def test_the_name_of_several_formats() -> None:
-    assert selection.name_algo(["int4", "int4"]) == "W4A16_AWQ"
 
 
 def test_asking_imports_neither_torch_nor_pydantic() -> None:

@@ -17,7 +17,7 @@ if TYPE_CHECKING:
 
 def write_held(source: ForeignFolder, config: Path) -> None:
     """Changes `config`, as it was written for weights that are not quantized."""
-    from pipeline.quantization.selection import name_algo
+    from pipeline.quantization.catalog import name_algo
 
     own = read_json(config)[OWN_KEY]
     groups = sorted({held.group for held in source.held.values() if held.group is not None})

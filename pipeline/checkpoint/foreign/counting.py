@@ -7,7 +7,7 @@ from collections.abc import Mapping, Sequence
 from typing import TYPE_CHECKING
 
 from pipeline.checkpoint.foreign.holding import Held, Holding
-from pipeline.quantization.selection import FLOAT32, FOREIGN_FORMATS, FORMATS
+from pipeline.quantization.catalog import FLOAT32, FOREIGN_FORMATS, FORMATS
 
 if TYPE_CHECKING:
     from pipeline.checkpoint.layouts import Kind

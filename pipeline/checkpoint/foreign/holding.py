@@ -24,7 +24,7 @@ GROUPS = (128, 64, 32)
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Held:
-    """`format` is a key of quantization.selection.FORMATS; `group` inputs per scale of INT4; `rounds`: its input is
+    """`format` is a key of quantization.catalog.FORMATS; `group` inputs per scale of INT4; `rounds`: its input is
     rounded too. input: a digest of what its input is multiplied by and rounded in; "" for neither. per_output: of FP8,
     its scales differ within one of the source's linears. rounded: the largest relative change that the model's type
     makes to float32 INT4 scales."""

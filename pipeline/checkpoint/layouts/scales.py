@@ -33,7 +33,7 @@ CACHE_SCALES = "attention.kv_cache_scaling_factor"
 CONFIG_KEY = "fp8_blocks"  # of an engine checkpoint's own part of config.json: the size of its blocks
 ROLE = "block_scale"  # of the mappings that `scale_mapping` makes
 
-# The type of X.weight, and which of its scales there is: a format of quantization.selection.FORMATS. The first counts.
+# The type of X.weight, and which of its scales there is: a format of quantization.catalog.FORMATS. The first counts.
 SIGNATURES: tuple[tuple[str, str, str], ...] = (
     (FP8, BLOCK_SCALES, "fp8_blocks"),
     (FP8, CHANNEL_SCALES, "fp8_rows"),

@@ -18,7 +18,7 @@ FP8_TILE = 128
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class StoredLinear:
-    """A decoder layer's linear of the engine checkpoint: `format` as in quantization.selection.FORMATS, or None."""
+    """A decoder layer's linear of the engine checkpoint: `format` as in quantization.catalog.FORMATS, or None."""
 
     name: str
     out_features: int

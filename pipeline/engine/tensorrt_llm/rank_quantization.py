@@ -9,7 +9,8 @@ from typing import TYPE_CHECKING, Any
 from pipeline.checkpoint.layouts import layout_for
 from pipeline.checkpoint.layouts.scales import PRESCALE, WEIGHT_SCALES, find_format
 from pipeline.engine.tensorrt_llm.ask import StoredLinear
-from pipeline.quantization.selection import FORMATS, MIXED, QUANTIZABLE
+from pipeline.quantization.catalog import FORMATS, MIXED
+from pipeline.quantization.selection import QUANTIZABLE
 
 if TYPE_CHECKING:
     from pipeline.checkpoint.architecture import Architecture

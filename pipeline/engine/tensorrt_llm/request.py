@@ -6,7 +6,7 @@ from dataclasses import asdict, dataclass
 from typing import TYPE_CHECKING, Any
 
 from pipeline.engine.tensorrt_llm.versions import VERSION
-from pipeline.quantization.selection import MIXED
+from pipeline.quantization.catalog import MIXED
 from pipeline.sharding.ranks import Parallel
 
 if TYPE_CHECKING:
