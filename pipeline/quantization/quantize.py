@@ -1,5 +1,4 @@
-"""An engine checkpoint to a quantized one: one shard and one resumable step per decoder layer, one for what surrounds
-them.
+"""An engine checkpoint to a quantized one, a decoder layer and a shard at a time (`steps`).
 
 Rounding to nearest reads a tensor, packs it and writes it. A method that measures first sends calibration text through
 the layer (`calibration`), chooses (`layer`), then packs the same way. Memory: one decoder layer for the latter, one
@@ -8,8 +7,6 @@ tensor for the former.
 
 from __future__ import annotations
 
-import json
-import re
 import shutil
 from functools import cached_property
 from typing import TYPE_CHECKING, Any
@@ -17,8 +14,8 @@ from typing import TYPE_CHECKING, Any
 from pipeline.checkpoint.engine_config import require_unquantized, write_quantized
 from pipeline.checkpoint.layouts import layout_for
 from pipeline.checkpoint.layouts.scales import BLOCK_SCALES, FP8, cache_scale
-from pipeline.checkpoint.shards import Shard, write_index
-from pipeline.checkpoint.tensors import TensorInfo, release_layer
+from pipeline.checkpoint.shards import write_index
+from pipeline.checkpoint.tensors import release_layer
 from pipeline.errors import CompatibilityError, StoreError
 from pipeline.progress import SILENT, Progress
 from pipeline.quantization import calibration
@@ -33,6 +30,7 @@ from pipeline.quantization.linear_inputs import UNROUTED, warn_starved
 from pipeline.quantization.report import REPORT, QuantizationReport, describe_config
 from pipeline.quantization.rules import choose_linears
 from pipeline.quantization.shard import model_dtype, write_shard
+from pipeline.quantization.steps import PARTS, Part, Steps
 from pipeline.quantization.threads import bounded_threads
 
 if TYPE_CHECKING:
@@ -42,13 +40,11 @@ if TYPE_CHECKING:
     from torch import Tensor
 
     from pipeline.checkpoint.folder import CheckpointFolder
+    from pipeline.checkpoint.tensors import TensorInfo
     from pipeline.quantization.capture import Captured
     from pipeline.quantization.scale_groups import ScaleGroup
     from pipeline.quantization.settings import QuantizeSettings
     from pipeline.workspace import Workspace
-
-LAYER = re.compile(r"transformer\.(mtp_)?layers\.(\d+)\.")  # of which a tensor is
-PARTS = "parts"  # report and tensor list of each finished shard, until the whole is written
 
 
 def quantize_checkpoint(
@@ -64,12 +60,10 @@ def quantize_checkpoint(
     with bounded_threads():
         if not workspace.is_done("report"):
             run.announce()
-            for layer in range(source.architecture.num_layers):
-                if not workspace.is_done(f"layer-{layer}"):
-                    run.quantize_layer(layer)
-            for step in run.copied:
-                if not workspace.is_done(step):
-                    run.copy(step)
+            for layer, step in run.steps.left(run.steps.layers):
+                run.quantize_layer(layer, step)
+            for _, step in run.steps.left(run.steps.copied):
+                run.copy(step)
             run.finish()
     for folder in (PARTS, calibration.FOLDER):
         shutil.rmtree(workspace.path / folder, ignore_errors=True)
@@ -89,6 +83,7 @@ class _Run:
         hint = "quantize starts from what convert wrote of 16-bit weights; else set stages.quantize.method: none"
         self.dtype = model_dtype(require_unquantized(source, hint=hint).dtype)
         self.selection = choose_linears(layout_for(source.architecture).mappings(), source.tensors, settings.rules)
+        self.steps = Steps(source, workspace)
         self.calibration = Calibration(
             source,
             workspace,
@@ -106,13 +101,12 @@ class _Run:
         for pattern in self.selection.idle_patterns:
             self.progress.note(f"exclude pattern {pattern} matches no linear")
         # Too little text is to be told as that, not as what more of it would take.
-        layers = range(self.source.architecture.num_layers)
-        if self.measures and not all(self.workspace.is_done(f"layer-{layer}") for layer in layers):
+        if self.measures and any(self.steps.left(self.steps.layers)):
             self.calibration.draw()
         # Before a layer, behind it, and what its experts read.
         states = 3 * self.calibration.states(0).nbytes if self.measures else 0
-        left = (names for step, names in self.steps.items() if not self.workspace.is_done(step))
-        written = sum(self._count_bytes(name) for names in left for name in names)
+        left = self.steps.left(list(self.steps.tensors))
+        written = sum(self._count_bytes(name) for _, step in left for name in self.steps.tensors[step])
         try:
             self.workspace.require(written + states)
         except StoreError as error:
@@ -124,10 +118,9 @@ class _Run:
                 hint=f"lower stages.quantize.calibration.samples or length; or {error.hint}",
             ) from error
 
-    def quantize_layer(self, layer: int) -> None:
+    def quantize_layer(self, layer: int, step: str) -> None:
         """Measures, chooses, and writes one layer's shard."""
-        names = self.steps[f"layer-{layer}"]
-        groups = self._group(layer, names)
+        groups = self._group(layer, step)
         captured = None
         watched = sorted({group.seen_at for method, group in groups if METHODS[method].measures})
         keeps_cache = self.settings.kv_cache != "none"
@@ -140,7 +133,7 @@ class _Run:
         if captured is not None and keeps_cache:
             plan.added[cache_scale(layer)] = cache_step(self.settings.kv_cache, captured.cache_amax)
         plan.coverage = captured.coverage if captured is not None else {}
-        self._write(f"layer-{layer}", layer, names, plan)
+        self._write(step, plan)
         release_layer(self.source, layer)  # second moments read an expert's linears after those were written
         if captured is not None:
             self.calibration.forget(layer)
@@ -157,22 +150,6 @@ class _Run:
     def quant_algo(self) -> str:
         return name_algo(linear.format for linear in self.selection.linears.values())
 
-    @cached_property
-    def steps(self) -> dict[str, list[str]]:
-        """Each writes a shard, of its tensors: decoder layers; then `copied`."""
-        steps: dict[str, list[str]] = {f"layer-{layer}": [] for layer in range(self.source.architecture.num_layers)}
-        steps["outer"] = []
-        for name in self.source.tensors:
-            found = LAYER.match(name)
-            step = f"{'mtp' if found[1] else 'layer'}-{found[2]}" if found else "outer"
-            steps.setdefault(step, []).append(name)
-        return steps
-
-    @property
-    def copied(self) -> list[str]:
-        """Steps that measure nothing: what belongs to no layer, and each layer for multi-token prediction."""
-        return list(self.steps)[self.source.architecture.num_layers :]
-
     def _count_bytes(self, name: str) -> int:
         """Of what becomes of a source's tensor, at most: what was in FP8 and is not quantized is written in 16 bits."""
         linear, info = self.selection.linears.get(name.removesuffix(".weight")), self.source.tensors[name]
@@ -181,27 +158,23 @@ class _Run:
         return info.nbytes * (2 if info.dtype == FP8 else 1)
 
     def copy(self, step: str) -> None:
-        """Writes the tensors of one such step, as they are but for the head where that is quantized."""
-        index, names = list(self.steps).index(step), self.steps[step]
-        self._write(step, index, names, self._plan(None, self._group(None, names), None, SILENT))
+        """Writes the tensors of a step that measures nothing, as they are but for the head where that is quantized."""
+        self._write(step, self._plan(None, self._group(None, step), None, SILENT))
 
     def finish(self) -> None:
         """Writes index, config, report and copies of the tokenizer; afterwards nothing is left to do."""
-        parts = [json.loads(self._part(step).read_text()) for step in self.steps]
-        shards = [
-            Shard(name=p["file"], infos=tuple(TensorInfo(n, d, tuple(s)) for n, d, s in p["infos"])) for p in parts
-        ]
+        shards, parts = self.steps.read()
         report = QuantizationReport(
             method=self.settings.method,
             quant_algo=self.quant_algo,
             group_size=self.settings.group_size,
             calibration=self._describe_calibration(),
-            linears={name: row for part in parts for name, row in part["linears"].items()},
+            linears={name: row for part in parts for name, row in part.linears.items()},
             unquantized=dict(self.selection.kept),
             smaller_groups=self.selection.smaller_groups,
             idle_patterns=list(self.selection.idle_patterns),
-            experts={str(layer): part["experts"] for layer, part in enumerate(parts) if part["experts"]},
-            coverage=summarize({str(layer): part["coverage"] for layer, part in enumerate(parts) if part["coverage"]}),
+            experts={str(layer): part.experts for layer, part in enumerate(parts) if part.experts},
+            coverage=summarize({str(layer): part.coverage for layer, part in enumerate(parts) if part.coverage}),
             bytes_before=sum(info.nbytes for info in self.source.tensors.values()),
             bytes_after=sum(shard.nbytes for shard in shards),
         )
@@ -217,8 +190,8 @@ class _Run:
         report.write(self.workspace.path / REPORT)
         self.workspace.finish("report", [*written, self.workspace.path / REPORT])
 
-    def _group(self, layer: int | None, names: list[str]) -> list[tuple[str, ScaleGroup]]:
-        present = {name.removesuffix(".weight") for name in names}
+    def _group(self, layer: int | None, step: str) -> list[tuple[str, ScaleGroup]]:
+        present = {name.removesuffix(".weight") for name in self.steps.tensors[step]}
         linears = {name: linear for name, linear in self.selection.linears.items() if name in present}
         return group_linears(self.source.architecture, layer, present, linears)
 
@@ -237,24 +210,13 @@ class _Run:
             progress=progress,
         )
 
-    def _write(self, step: str, index: int, names: list[str], plan: LayerPlan) -> None:
-        count = self.source.architecture.num_layers + len(self.copied)
-        path = self.workspace.path / f"model-{index + 1:05}-of-{count:05}.safetensors"
+    def _write(self, step: str, plan: LayerPlan) -> None:
+        names = self.steps.tensors[step]
         self.progress.start(f"packing {step}", sum(self.source.tensors[name].nbytes for name in names), "B")
-        infos = write_shard(path, names, self.source, self.selection.linears, plan, self.progress)
-        self._part(step).parent.mkdir(exist_ok=True)
-        part = {
-            "file": path.name,
-            "infos": [(info.name, info.dtype, info.shape) for info in infos],
-            "linears": {name: plan.describe(name) for name in self.selection.linears if name in plan.rows},
-            "experts": plan.experts,
-            "coverage": plan.coverage,
-        }
-        self._part(step).write_text(json.dumps(part), encoding="utf-8")
-        self.workspace.finish(step, [path, self._part(step)])
-
-    def _part(self, step: str) -> Path:
-        return self.workspace.path / PARTS / f"{step}.json"
+        linears = self.selection.linears
+        infos = write_shard(self.steps.shard(step), names, self.source, linears, plan, self.progress)
+        rows = {name: plan.describe(name) for name in linears if name in plan.rows}
+        self.steps.finish(step, infos, Part(linears=rows, experts=plan.experts, coverage=plan.coverage))
 
     def _sample(self) -> Tensor:
         c = self.settings.calibration
