@@ -9,13 +9,13 @@ from typing import TYPE_CHECKING, Any
 import pipeline
 from pipeline.evaluation.report.figures import (
     Plot,
-    mean_loss,
     plot_checkpoints,
     plot_coverage,
     plot_experts,
     plot_linears,
     plot_saturation,
 )
+from pipeline.evaluation.report.tables import tabulate_groups, tabulate_network, tabulate_tasks
 from pipeline.evaluation.report.words import spell_bytes, spell_number, spell_seconds, spell_share
 from pipeline.text_file import write_text
 
@@ -38,7 +38,7 @@ def write_comparison(document: Document, path: Path) -> None:
         "title": f"{len(rows)} checkpoints compared",
         "subtitle": " · ".join(row["label"] for row in rows),
         **_describe_quality(document),
-        "tables": _tabulate_tasks(rows),
+        "tables": tabulate_tasks(rows),
     }
     write_page(context, path)
 
@@ -74,9 +74,9 @@ def describe_run(document: Document) -> dict[str, Any]:
         **described,
         "plots": [plot for plot in plots if plot],
         "tables": [
-            *_tabulate_groups(quantization.get("heat_map", [])),
-            *_tabulate_tasks(quality["checkpoints"]),
-            *_tabulate_network(verification),
+            *tabulate_groups(quantization.get("heat_map", [])),
+            *tabulate_tasks(quality["checkpoints"]),
+            *tabulate_network(verification),
         ],
     }
 
@@ -207,67 +207,3 @@ def _describe_stage(stage: Document) -> str:
 def _bars(rows: Sequence[tuple[str, float, str]]) -> list[dict[str, Any]]:
     largest = max((value for _, value, _ in rows), default=0) or 1
     return [{"name": name, "percent": 100 * value / largest, "text": text} for name, value, text in rows]
-
-
-def _tabulate_tasks(rows: Sequence[Document]) -> list[dict[str, Any]]:
-    if not rows or not rows[0]["accuracy"]:
-        return []
-    names = list(rows[0]["accuracy"]["tasks"])
-    lines = [
-        [
-            name,
-            rows[0]["accuracy"]["tasks"][name]["items"],
-            *(_describe_task(row["accuracy"]["tasks"][name]) for row in rows),
-        ]
-        for name in names
-    ]
-    note = "solved, and solved by mean log-likelihood per token"
-    columns = ["task", "items", *(row["label"] for row in rows)]
-    return [{"title": "Tasks", "note": note, "columns": columns, "rows": lines}]
-
-
-def _describe_task(task: Document) -> str:
-    return f"{spell_share(task['accuracy'])} / {spell_share(task['accuracy_normalised'])}"
-
-
-def _tabulate_network(verification: Document) -> list[dict[str, Any]]:
-    network = verification.get("network")
-    if not network:
-        return []
-    errors = zip(network["layer_errors"], network["declared_layer_errors"], strict=True)
-    rows = [
-        [i, spell_number(exact, ".2e"), spell_number(declared, ".2e")] for i, (exact, declared) in enumerate(errors)
-    ]
-    note = (
-        f"{network['positions']} positions in {network['steps']} steps of the network that is compiled, executed "
-        f"on the CPU; {network['left_out']} left out for a near-tied router"
-    )
-    columns = ["layer", "largest difference, fp32", "median error, declared types"]
-    return [{"title": "The network against transformers", "note": note, "columns": columns, "rows": rows}]
-
-
-def _tabulate_groups(cells: Sequence[Document]) -> list[dict[str, Any]]:
-    """What was done to each kind of linears, over all layers."""
-    kinds: dict[tuple[str, str, str, int | None], list[Document]] = {}
-    for cell in cells:
-        kinds.setdefault((cell["group"], cell["method"], cell["format"], cell.get("group_size")), []).append(cell)
-    rows = [
-        [
-            group,
-            sum(cell["linears"] for cell in of_kind),
-            method,
-            form,
-            size or "-",
-            _spell_mean(of_kind, "loss_before"),
-            _spell_mean(of_kind, "loss_after"),
-        ]
-        for (group, method, form, size), of_kind in kinds.items()
-    ]
-    note = "mean squared error of the outputs over the squared outputs, before and after the search"
-    columns = ["scale group", "linears", "method", "format", "group size", "error before", "error after"]
-    return [{"title": "What was quantized", "note": note, "columns": columns, "rows": rows}] if rows else []
-
-
-def _spell_mean(cells: Sequence[Document], key: str) -> str:
-    mean = mean_loss(cells, key)
-    return "not measured" if mean is None else spell_number(mean, ".3g")
