@@ -13,7 +13,7 @@ if TYPE_CHECKING:
     from pipeline.evaluation.comparison import Comparison
     from pipeline.evaluation.conversion_proof import ConversionProof
     from pipeline.evaluation.measurement import Measure
-    from pipeline.evaluation.network_proof import NetworkProof
+    from pipeline.evaluation.network_findings import NetworkProof
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -16,7 +16,7 @@ from typing import TYPE_CHECKING, Any
 
 from pipeline.evaluation.forward import RESIDENT_BYTES, Event, run_network
 from pipeline.evaluation.lens import Lens
-from pipeline.evaluation.network_proof import find_worst
+from pipeline.evaluation.network_findings import find_worst
 from pipeline.evaluation.schedule import Schedule, TokenSequence, schedule_windows
 from pipeline.evaluation.scores import Scores, Tally, doubling_edges, read_original, score
 

@@ -17,7 +17,8 @@ from pipeline.evaluation.conversion_proof import ConversionProof, prove_conversi
 from pipeline.evaluation.forward import digest_network
 from pipeline.evaluation.gates import Gate
 from pipeline.evaluation.judgement import judge_proofs, judge_quality
-from pipeline.evaluation.network_proof import NetworkProof, prove_network
+from pipeline.evaluation.network_findings import NetworkProof
+from pipeline.evaluation.network_proof import prove_network
 from pipeline.evaluation.numbers import spell_numbers
 from pipeline.evaluation.parallel_proof import RankNetworks
 from pipeline.evaluation.schedule import make_sequences

@@ -15,7 +15,8 @@ from pipeline.config.proof import Gates
 from pipeline.evaluation import network_proof, reference
 from pipeline.evaluation.conversion_proof import ConversionProof
 from pipeline.evaluation.judgement import judge_proofs
-from pipeline.evaluation.network_proof import NetworkProof, find_worst, prove_network
+from pipeline.evaluation.network_findings import NetworkProof, find_worst
+from pipeline.evaluation.network_proof import prove_network
 from pipeline.evaluation.schedule import make_sequences
 from pipeline.network.spec import Lowering, NetworkSpec
 from pipeline.progress import SILENT

@@ -15,7 +15,8 @@ from pipeline.config.proof import Gates
 from pipeline.evaluation.conversion_proof import ConversionProof
 from pipeline.evaluation.forward import read_program
 from pipeline.evaluation.judgement import judge_proofs
-from pipeline.evaluation.network_proof import NetworkProof, prove_network
+from pipeline.evaluation.network_findings import NetworkProof
+from pipeline.evaluation.network_proof import prove_network
 from pipeline.evaluation.parallel_proof import RankNetworks
 from pipeline.evaluation.schedule import Schedule, make_sequences
 from pipeline.network.spec import Lowering, NetworkSpec
