@@ -58,7 +58,8 @@ class Gates(Section):
     network_cache: Ratio | None = Field(
         default=None,
         description="Median position's RMS logit difference that a quantized KV cache makes, relative; null takes the "
-        "bound derived from its type.",
+        "bound derived from its type, which scales of half their size exceed: they cut values off. What sound rounding "
+        "costs, perplexity and KL judge.",
     )
     network_payload: Ratio | None = Field(
         default=None,
