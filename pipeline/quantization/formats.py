@@ -155,7 +155,8 @@ def _step(linear: Linear, treatment: Treatment, step: Callable[[float], float]) 
     if treatment.input_amax is None:
         raise QuantizationError(
             f"{linear.name}: no calibration token reached it, so its input has no range",
-            hint="add text or samples to stages.quantize.calibration, or give it a method without static inputs",
+            hint="add text or samples to stages.quantize.calibration, set unrouted_experts: share_scale, or give it a "
+            "method without static inputs",
         )
     return torch.tensor([step(treatment.input_amax)], dtype=torch.float32)
 

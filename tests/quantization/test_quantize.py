@@ -434,6 +434,16 @@ def test_experts_without_tokens_as_an_error(tmp_path: Path, text: Path) -> None:
         run(source, tmp_path / "out", settings(text, unrouted_experts="error"))
 
 
+def test_a_layer_whose_experts_are_all_starved_has_no_range_but_the_layers(tmp_path: Path, text: Path) -> None:
+    source = write_engine(tmp_path, fixtures.deepseek_v2(tmp_path / "hub", tokenizer=True))
+    few: Any = {"method": "fp8", "samples": 1, "length": 16}
+    with pytest.raises(QuantizationError, match=r"layers.1.mlp.experts.0.\w+: .* its input has no range") as caught:
+        run(source, tmp_path / "out", settings(text, **few))
+    assert caught.value.hint is not None and "unrouted_experts: share_scale" in caught.value.hint
+    _, report = run(source, tmp_path / "shared", settings(text, **few, unrouted_experts="share_scale"))
+    assert report.linears["transformer.layers.1.mlp.experts.0.fc"]["method"] == "fp8"
+
+
 def test_activations_that_are_not_finite_name_the_layer(tmp_path: Path, text: Path) -> None:
     def damage(tensors: Tensors) -> None:
         tensors["model.layers.1.self_attn.q_proj.weight"][0, 0] = torch.nan
