@@ -33,7 +33,8 @@ UNLOAD_S = 10.0
 # Of a model whose process got no processor for a second while it was loaded, as on a busy machine: Triton has given it
 # up (see keeper.Overdue), and it is loaded again.
 GIVEN_UP = "is not healthy"
-# Of a tritonserver that aborted because such a process got none while it was imported, before Triton watches it.
+# Of a tritonserver that aborted because it got no lock that it shares with such a process, which was killed with it,
+# or got no time while it was imported, before Triton watches it.
 ABORTED = "lock_exception"
 
 

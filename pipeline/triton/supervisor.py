@@ -27,7 +27,7 @@ from pipeline.triton.http_gate import HttpGate
 from pipeline.triton.instances import Instances, find_askers
 from pipeline.triton.model_config import EXECUTOR
 from pipeline.triton.package import read_configs
-from pipeline.triton.server import TritonServer
+from pipeline.triton.server import ABORTED, TritonServer
 from pipeline.triton.shortage import ADVICE
 
 WATCH_S = 0.5
@@ -190,7 +190,8 @@ class Supervisor:
                 self._reload(self._instances.find_lost(self.server.stubs) or {EXECUTOR: False})
                 return
             except TrtseekError as error:
-                self._say(f"loading it again did not help: {error.message}")
+                ended = ABORTED in self.server.errors()
+                self._say("tritonserver ended with it" if ended else f"loading again did not help: {error.message}")
         self.server.stop(grace=1.0)
         self.server = self._make_server(self.server.addresses)
         self._start_server()

@@ -127,6 +127,30 @@ def test_who_asked_a_model_that_died_is_told_also_who_asks_while_it_goes(monkeyp
     assert done == [told, told, "unload tensorrt_llm", told, told, "load tensorrt_llm"]
 
 
+@pytest.mark.parametrize(
+    ("errors", "said"),
+    [
+        ("terminate called after throwing an instance of 'boost::lock_exception'", "tritonserver ended with it"),
+        ("", "loading again did not help: no answer"),
+    ],
+)
+def test_a_server_that_ended_with_its_model_is_called_so_and_started_anew(monkeypatch, errors, said):
+    server, told, started = Server(Addresses(), 0), [], []
+    server.errors, server.stubs = lambda: errors, {}
+    server.shortage = SimpleNamespace(describe=lambda: "")
+
+    def refuse(models):
+        raise ServerError("no answer")
+
+    supervisor = Supervisor(
+        lambda _: server, addresses=Addresses(), max_bytes=1000, patience=Patience(), say=told.append
+    )
+    monkeypatch.setattr(supervisor, "_reload", refuse)
+    monkeypatch.setattr(supervisor, "_start_server", lambda: started.append(server.done[-1]))
+    supervisor._repair("a process of m has ended")
+    assert (told, started) == (["a process of m has ended", said], [1.0])
+
+
 def test_who_hears_of_an_instance_that_lives_is_not_told(monkeypatch):
     """Of the others, those that hear nothing within a while."""
     done, silent = [], [2, 1, 1, 0]
