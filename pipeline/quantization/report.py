@@ -72,18 +72,17 @@ class QuantizationReport:
         """How large the outputs' errors are: a row per layer and scale group, the groups of a layer's experts as one,
         but a row of its own for each method and group size among them.
 
-        layer; group: the linear that names it, relative to the layer, experts as "*"; linears: how many; method;
+        layer: null of the head, which is behind them; group: the linear that names it, relative to the layer, experts
+        as "*"; linears: how many; method;
         format; group_size: null in formats without; alpha: the mean of those that have one; clipped: the share of the
         linears; loss_before and loss_after: the mean of the linears' losses, null where nothing was measured.
         """
-        cells: dict[tuple[int, str, str, int | None], list[dict[str, Any]]] = {}
+        cells: dict[tuple[int | None, str, str, int | None], list[dict[str, Any]]] = {}
         for row in self.linears.values():
-            _, _, rest = row["scale_group"].partition(".layers.")
-            if not rest:  # the head: behind the layers, where nothing is measured
-                continue
-            layer, _, group = rest.partition(".")
+            found = re.search(r"\.layers\.(\d+)\.(.*)", row["scale_group"])
+            layer, group = (int(found[1]), found[2]) if found else (None, row["scale_group"])
             place = re.sub(r"\.experts\.\d+\.", ".experts.*.", group)
-            cells.setdefault((int(layer), place, row["method"], row["group_size"]), []).append(row)
+            cells.setdefault((layer, place, row["method"], row["group_size"]), []).append(row)
         return [
             {
                 "layer": layer,

@@ -81,6 +81,8 @@ def run_document() -> dict[str, Any]:
         for layer in range(30)
         for group in ("attention.dense", "mlp.experts.*.fc")
     ]
+    unmeasured = {"loss_before": None, "loss_after": None}
+    cells.append({**cells[0], "layer": None, "group": "lm_head", "format": "int8_of_the_head", **unmeasured})
     coverage = {"layers": {str(layer): {"mlp.fc": {"score": 0.9, "change": 0.01 * layer}} for layer in range(30)}}
     saturation = [{"share": share, "mean": 0.01 / share, "largest": 0.02 / share} for share in (1 / 8, 1 / 4, 1 / 2)]
     network = {
@@ -190,7 +192,7 @@ def test_everything_is_there(seen: dict[str, Any]) -> None:
     run, compare = seen["run"], seen["compare"]
     assert (run["tables"], run["plots"], run["marks"]) == (5, 9, 3)
     assert (compare["tables"], compare["plots"], compare["marks"]) == (2, 5, 1)
-    assert run["rows"] == (1 + 3) + (1 + 3) + (1 + 4) + (1 + 1) + (1 + 2)  # gates, checkpoints, groups, tasks, layers
+    assert run["rows"] == (1 + 3) + (1 + 3) + (1 + 5) + (1 + 1) + (1 + 2)  # gates, checkpoints, groups, tasks, layers
     for words in (
         "1 of 2 gates failed: gate_1@8192; 1 off",
         "3.5 s, 10 MB of files",
@@ -199,6 +201,7 @@ def test_everything_is_there(seen: dict[str, Any]) -> None:
         "28.0%\nof the quantized linears' 16-bit size",
         "50.0%\nof the whole checkpoint's size",
         "group size",
+        "int8_of_the_head",
         f"KL 0.5 nats, of {HOSTILE}",
         "of what final norm and head read in each layer, at a sample of 68 positions",
         "not measured",

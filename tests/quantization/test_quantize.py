@@ -199,6 +199,9 @@ def test_the_head_is_part_of_the_outer_step(tmp_path: Path, llama_path: Path) ->
     outer = hf_outer_state(quantized, quantized.architecture)
     assert torch.equal(outer["lm_head.weight"], q.float() * scales[:, None])
     assert report.linears["lm_head"]["format"] == "int8" and "lm_head" not in report.unquantized
+    assert [(cell["group"], cell["format"]) for cell in report.heat_map if cell["layer"] is None] == [
+        ("lm_head", "int8")
+    ]
     stored = quantized.config["trtseek"]["quantization"]
     assert stored["quant_algo"] == "MIXED_PRECISION"
     assert stored["quantized"]["lm_head"] == {"format": "int8", "group_size": None}

@@ -34,6 +34,8 @@ def test_the_heat_map_averages_what_shares_a_scale(tmp_path: Path) -> None:
             "e.0": row("1.mlp.experts.0.proj", 0.2, 0.1, 0.1, False),
             "e.1": row("1.mlp.experts.1.proj", 0.4, 0.3, 0.2, False),
             "e.2": row("1.mlp.experts.2.proj", None, None, None, False),
+            "lm_head": row("", None, None, None, False)
+            | {"scale_group": "lm_head", "format": "int8", "group_size": None},
             "e.3": row("1.mlp.experts.3.proj", 0.6, 0.5, 0.4, True) | {"group_size": 32, "bytes": 700},
         },
         unquantized={},
@@ -50,10 +52,12 @@ def test_the_heat_map_averages_what_shares_a_scale(tmp_path: Path) -> None:
         | {"loss_before": 0.03, "loss_after": 0.015},
         {"layer": 1, "group": "mlp.experts.*.proj", "linears": 3, **shape, "alpha": 0.3, "clipped": 0.0}
         | {"loss_before": 0.2, "loss_after": 0.15},
+        {"layer": None, "group": "lm_head", "linears": 1, **shape, "alpha": None, "clipped": 0.0}
+        | {"loss_before": None, "loss_after": None, "format": "int8", "group_size": None},
         {"layer": 1, "group": "mlp.experts.*.proj", "linears": 1, **shape, "alpha": 0.6, "clipped": 1.0}
         | {"loss_before": 0.5, "loss_after": 0.4, "group_size": 32},
     ]
-    assert (report.ratio, report.linears_ratio) == (0.4, 3700 / 12000)
+    assert (report.ratio, report.linears_ratio) == (0.4, 4300 / 14000)
     report.write(tmp_path / "q.json")
     assert QuantizationReport.read(tmp_path / "q.json") == report
     assert json.loads((tmp_path / "q.json").read_text())["heat_map"] == report.heat_map

@@ -96,7 +96,7 @@ def plot_linears(cells: Sequence[Document]) -> Plot | None:
     for cell in cells:
         places.setdefault((cell["group"], cell["layer"]), []).append(cell)
     means = {place: mean_loss(of_place, "loss_after") for place, of_place in places.items()}
-    rows = {place: mean for place, mean in means.items() if mean is not None}
+    rows = {place: mean for place, mean in means.items() if mean is not None}  # of the head nothing is measured
     note = "squared error of the linears' outputs over the squared outputs, on the calibration text"
     return _plot_cells(rows, "Activation error, layer by scale", "squared error, share", note)
 
