@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+from dataclasses import replace
 from typing import TYPE_CHECKING, Any
 
 import click
@@ -42,48 +43,23 @@ def command(config_file: str, overrides: tuple[str, ...], as_json: bool) -> None
 
 def measure(config: Config) -> Path:
     """sensitivity.json of the config's checkpoint, made where there is none of these settings."""
-    from pipeline.checkpoint.folder import CheckpointFolder
-    from pipeline.config.recipe_rules import offered_formats
-    from pipeline.digest import cached_digest, digest_file, digest_json
     from pipeline.errors import CompatibilityError
     from pipeline.progress import make_reporter
-    from pipeline.quantization.options import list_candidates
-    from pipeline.quantization.sensitivity import REPORT, measure_sensitivity
+    from pipeline.quantization.sensitivity import REPORT
     from pipeline.stages.executor import Executor
     from pipeline.stages.graph import load_stages
-    from pipeline.stages.quantize import STAGE
+    from pipeline.stages.sensitivity import STAGE
     from pipeline.text_file import write_text
-    from pipeline.workspace import FolderWorkspace
 
-    settings = config.stages.quantize
-    if not settings.applies:
+    if not config.stages.quantize.applies:
         raise CompatibilityError(
             "stages.quantize.method: none: there is nothing to measure", hint="--set stages.quantize.method=rtn"
         )
-    reporter = make_reporter()
-    converted = Executor(config, load_stages(), reporter).run(until="convert")["convert"]
-    effort, formats = settings.sensitivity, offered_formats(config)
-    texts = [file.path for file in settings.calibration.files]
-    key = {
-        "version": STAGE.version,
-        "checkpoint": converted.content,
-        "texts": [cached_digest(path) or digest_file(path) for path in texts],
-        "quantize": settings.model_dump(mode="json", exclude={"recipe", "budget"}),
-        "formats": formats,
-    }
-    place = config.output / "cache" / "sensitivity" / digest_json(key).partition(":")[2][:32]
-    reporter.begin("sensitivity")
-    measure_sensitivity(
-        CheckpointFolder.open(converted.path),
-        FolderWorkspace(place),
-        settings=settings,
-        candidates=list_candidates(settings.rules, formats, search=effort.search),
-        effort=effort.effort,
-        progress=reporter,
-    )
-    reporter.end("measured")
+    # Whether or not a recipe is to be solved from it.
+    stages = [replace(stage, applies=lambda _: True) if stage.name == STAGE.name else stage for stage in load_stages()]
+    made = Executor(config, stages, make_reporter()).run(until=STAGE.name)[STAGE.name]
     shown = config.run_folder / REPORT
-    write_text(shown, (place / REPORT).read_text(encoding="utf-8"))
+    write_text(shown, (made.path / REPORT).read_text(encoding="utf-8"))
     return shown
 
 

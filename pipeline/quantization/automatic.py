@@ -1,20 +1,18 @@
-"""recipe: auto: sensitivity measured or read, the recipe solved, both left beside the checkpoint that comes of it."""
+"""recipe: auto: solved from measured sensitivity, both left beside the checkpoint that comes of it."""
 
 from __future__ import annotations
 
 import json
 import math
-import shutil
 from typing import TYPE_CHECKING, Any
 
 from pipeline.errors import ConfigError
 from pipeline.progress import SILENT, Progress
 from pipeline.quantization.catalog import GROUP_SIZES, METHODS
-from pipeline.quantization.options import Candidate, Effort, Goal, list_candidates
+from pipeline.quantization.options import Candidate, Goal
 from pipeline.quantization.recipe import RECIPE, Recipe, solve
-from pipeline.quantization.sensitivity import REPORT, measure_sensitivity
+from pipeline.quantization.sensitivity import REPORT
 from pipeline.quantization.units import list_units
-from pipeline.workspace import NestedWorkspace
 
 if TYPE_CHECKING:
     from collections.abc import Sequence
@@ -24,7 +22,6 @@ if TYPE_CHECKING:
     from pipeline.quantization.settings import QuantizeSettings
     from pipeline.workspace import Workspace
 
-FOLDER = "measuring"
 _SETTING = "stages.quantize.sensitivity.file names what `trtseek sensitivity` made; without it, it is measured"
 
 
@@ -35,21 +32,11 @@ def solve_in(
     settings: QuantizeSettings,
     goal: Goal,
     formats: Sequence[str],
-    effort: Effort,
-    search: bool,
-    file: Path | None,
+    file: Path,
     progress: Progress = SILENT,
 ) -> Recipe:
-    """Leaves sensitivity.json and recipe.yaml in the workspace. `file`: a sensitivity.json to solve from instead of
-    measuring. A killed run goes on at the layer where it was."""
-    if file is not None:
-        found = read_sensitivity(file, source, settings)
-    else:
-        nested = NestedWorkspace(workspace, FOLDER)
-        candidates = list_candidates(settings.rules, formats, search=search)
-        found = measure_sensitivity(
-            source, nested, settings=settings, candidates=candidates, effort=effort, progress=progress
-        )
+    """Solves from `file`, a sensitivity.json, and leaves it and recipe.yaml in the workspace."""
+    found = read_sensitivity(file, source, settings)
     recipe = solve(found, settings.method, goal, formats=formats)
     if not workspace.is_done("recipe"):
         report, written = workspace.path / REPORT, workspace.path / RECIPE
@@ -61,11 +48,6 @@ def solve_in(
         f"{recipe.size_ratio:.3f}; " + ", ".join(f"{name} {count}x" for name, count in sorted(recipe.counts.items()))
     )
     return recipe
-
-
-def clean(workspace: Workspace) -> None:
-    """Removes what measuring left, once nothing will be asked of it."""
-    shutil.rmtree(workspace.path / FOLDER, ignore_errors=True)
 
 
 def read_sensitivity(file: Path, source: CheckpointFolder, settings: QuantizeSettings) -> dict[str, Any]:

@@ -8,6 +8,7 @@ from typing import TYPE_CHECKING, Any
 from pipeline.config.recipe_rules import offered_formats
 from pipeline.errors import CompatibilityError
 from pipeline.stages.graph import Stage, StageContext
+from pipeline.stages.sensitivity import calibration_parameters, calibration_source
 
 if TYPE_CHECKING:
     from collections.abc import Mapping, Sequence
@@ -21,26 +22,23 @@ def _sources(config: Config) -> Mapping[str, Sequence[Path]]:
     settings = config.stages.quantize
     sources: dict[str, Sequence[Path]] = {}
     if settings.measures:
-        sources["calibration"] = [file.path for file in settings.calibration.files]
+        sources |= calibration_source(config)
     if settings.recipe.auto and settings.sensitivity.file is not None:
         sources["sensitivity"] = [settings.sensitivity.file]
     return sources
 
 
 def _parameters(config: Config) -> Mapping[str, Any]:
-    """What the method reads: rounding to nearest is not done again because a calibration setting changed. Of the
-    calibration files the content counts (they are sources), not the path."""
-    parameters = config.stages.quantize.model_dump(mode="json")
-    calibration, sensitivity, budget = (parameters.pop(key) for key in ("calibration", "sensitivity", "budget"))
+    """What the method reads: rounding to nearest is not done again because a calibration setting changed."""
+    parameters = config.stages.quantize.model_dump(mode="json", exclude={"calibration", "sensitivity"})
+    budget = parameters.pop("budget")
     parameters["recipe"]["rows"] = [
         {key: value for key, value in row.items() if key != "reason"} for row in parameters["recipe"]["rows"]
     ]
     if config.stages.quantize.recipe.auto:
-        del sensitivity["file"]  # its content counts, as a source
-        parameters |= {"budget": budget, "sensitivity": {**sensitivity, "formats": offered_formats(config)}}
+        parameters |= {"budget": budget, "formats": offered_formats(config)}
     if config.stages.quantize.measures:
-        files = [{key: value for key, value in file.items() if key != "path"} for file in calibration["files"]]
-        parameters["calibration"] = {**calibration, "files": files}
+        parameters["calibration"] = calibration_parameters(config)
     return parameters
 
 
@@ -50,21 +48,19 @@ def _applies(config: Config) -> bool:
 
 def _run(context: StageContext) -> None:
     from pipeline.checkpoint.folder import CheckpointFolder
-    from pipeline.quantization.automatic import clean
     from pipeline.quantization.quantize import quantize_checkpoint
 
     source, settings = CheckpointFolder.open(context.inputs["convert"].path), context.config.stages.quantize
     if settings.recipe.auto:
         settings = _solve(context, source)
     quantize_checkpoint(source, context.workspace, settings=settings, progress=context.progress)
-    if context.config.stages.quantize.recipe.auto:
-        clean(context.workspace)
 
 
 def _solve(context: StageContext, source: CheckpointFolder) -> Quantize:
-    """The settings, with the rows that recipe: auto stands for."""
+    """The settings, with the rows that recipe: auto stands for, by the file that they name or the stage before."""
     from pipeline.config.recipe import Recipe, RecipeRow
     from pipeline.quantization.automatic import solve_in
+    from pipeline.quantization.sensitivity import REPORT
 
     settings = context.config.stages.quantize
     if settings.budget is None:
@@ -77,9 +73,7 @@ def _solve(context: StageContext, source: CheckpointFolder) -> Quantize:
         settings=settings,
         goal=settings.budget.goal,
         formats=offered_formats(context.config),
-        effort=settings.sensitivity.effort,
-        search=settings.sensitivity.search,
-        file=settings.sensitivity.file,
+        file=settings.sensitivity.file or context.inputs["sensitivity"].path / REPORT,
         progress=context.progress,
     )
     rows = tuple(RecipeRow.model_validate({**asdict(row.override), "reason": row.reason}) for row in recipe.rows)
@@ -90,7 +84,7 @@ STAGE = Stage(
     name="quantize",
     version=7,
     run=_run,
-    inputs=("convert",),
+    inputs=("convert", "sensitivity"),
     sources=_sources,
     parameters=_parameters,
     libraries=("torch", "transformers", "tokenizers"),

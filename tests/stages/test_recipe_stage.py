@@ -8,8 +8,11 @@ from typing import Any
 
 import pytest
 
+from pipeline.cli.sensitivity import measure
 from pipeline.config.load import load_config
 from pipeline.config.schema import Config
+from pipeline.errors import ConfigError
+from pipeline.quantization import sensitivity
 from pipeline.quantization.automatic import load_sensitivity, read_sensitivity
 from pipeline.stages.executor import Executor
 from pipeline.stages.graph import load_stages
@@ -58,7 +61,6 @@ def test_auto_is_solved_and_its_file_does_the_same(folder: Path) -> None:
     linears = first["report"]["linears"]
     weights = {name: linear["format"] for name, linear in linears.items()}
     assert set(weights.values()) == {"int4", "int8"}
-    assert not (first["folder"] / "measuring").exists()
     found = json.loads((first["folder"] / "sensitivity.json").read_text())
     budget = sum(unit["weights"] for unit in found["units"]) * 6 // 8
     others = found["bytes"] - sum(unit["bytes"] for unit in found["units"])
@@ -67,18 +69,32 @@ def test_auto_is_solved_and_its_file_does_the_same(folder: Path) -> None:
     assert named["report"]["linears"] == linears
     for shard in sorted(first["folder"].glob("*.safetensors")):
         assert shard.read_bytes() == (named["folder"] / shard.name).read_bytes()
-    # From the file that was measured, nothing is measured again, and the recipe is the same.
+    # From the file that was measured the recipe is the same.
     again = run(load_config("auto.yaml", [f"stages.quantize.sensitivity.file={first['folder']}/sensitivity.json"]))
     assert (again["folder"] / "recipe.yaml").read_bytes() == (first["folder"] / "recipe.yaml").read_bytes()
 
 
 def test_what_decides_is_in_the_fingerprint(folder: Path) -> None:
     base = parameters()
-    assert base["sensitivity"]["formats"] == ("int4", "int8")
+    assert base["formats"] == ("int4", "int8")
     assert parameters("stages.quantize.budget.bits_per_weight=5") != base
-    assert parameters("stages.quantize.sensitivity.samples=5") != base
     # FP8 is there to choose from where the target has it.
-    assert parameters("target.gpu=L4")["sensitivity"]["formats"] == ("int4", "int8", "fp8_blocks")
+    assert parameters("target.gpu=L4")["formats"] == ("int4", "int8", "fp8_blocks")
+
+
+def test_a_budget_is_no_part_of_what_is_measured(folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Nor is who asks for it."""
+    with pytest.raises(ConfigError, match=r"budget.bits_per_weight: 1 cannot be met: the least is 4"):
+        run(load_config("auto.yaml", ["stages.quantize.budget.bits_per_weight=1"]))
+    measured = [*Path("out/store/sensitivity").glob("*/sensitivity.json")]
+    assert len(measured) == 1
+    with monkeypatch.context() as refused:
+        refused.setattr(sensitivity, "_Run", lambda *_: pytest.fail("measured again"))
+        assert run(load_config("auto.yaml"))["report"]["quant_algo"] == "MIXED_PRECISION"
+        plain = load_config("auto.yaml", ["stages.quantize.recipe.rows=[]", "stages.quantize.budget=null"])
+        assert measure(plain).read_bytes() == measured[0].read_bytes()
+    measure(load_config("auto.yaml", ["stages.quantize.sensitivity.samples=5"]))
+    assert len([*Path("out/store/sensitivity").glob("*/sensitivity.json")]) == 2
 
 
 def test_a_recipe_counts_by_its_rows(folder: Path) -> None:
@@ -96,7 +112,6 @@ def test_a_recipe_counts_by_its_rows(folder: Path) -> None:
 
 def test_a_measurement_of_another_model_is_refused(folder: Path) -> None:
     from pipeline.checkpoint.folder import CheckpointFolder
-    from pipeline.errors import ConfigError
 
     config = load_config("auto.yaml")
     source = CheckpointFolder.open(Executor(config, load_stages()).run(until="convert")["convert"].path)
@@ -123,8 +138,6 @@ def test_a_measurement_of_another_model_is_refused(folder: Path) -> None:
     ],
 )
 def test_what_is_no_measurement_is_named(tmp_path: Path, content: bytes, problem: str) -> None:
-    from pipeline.errors import ConfigError
-
     if content.startswith(b"UNIT"):
         name, value = content.decode().removeprefix("UNIT ").split(": ")
         candidates = {"int8" if name == "kl" else name: {"kl": json.loads(value), "bytes": 5}}
