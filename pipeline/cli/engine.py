@@ -44,8 +44,9 @@ def command(
 ) -> None:
     """Make the engine: run every stage that is not made yet.
 
-    CONFIG is a YAML file, as a path or as a name in configs/. The stages are convert, quantize, verify, build and
-    package; before build comes job where the backend is tensorrt_llm. What a stage made is kept in a store,
+    CONFIG is a YAML file, as a path or as a name in configs/. The stages are convert, quantize, prove, verify, build
+    and package; before build comes job where the backend is tensorrt_llm, and before quantize sensitivity where a
+    recipe is solved. What a stage made is kept in a store,
     <output>/store, and used again as long as its settings and inputs stay the same; a run that was stopped goes on
     where it was. <output>/<name> shows the results.
 

@@ -35,7 +35,7 @@ def command(config_file: str, overrides: tuple[str, ...], force: bool, as_json: 
     check_source(config)
     executor = Executor(config, load_stages(), make_reporter())
     try:
-        executor.run(until="verify", force=("verify",) if force else ())
+        executor.run(until="verify", force=("prove", "verify") if force else ())
     except GateError:
         _show(config, "verify.failed", as_json)
         raise
@@ -44,12 +44,11 @@ def command(config_file: str, overrides: tuple[str, ...], force: bool, as_json: 
 
 def _show(config: Config, outcome: str, as_json: bool) -> None:
     """`outcome`: the folder's name in the run's."""
-    from pipeline.stages.network import PROOF
-    from pipeline.stages.verify import SUMMARY
+    from pipeline.stages.verify import RECORD, SUMMARY
 
     folder, page = config.run_folder / outcome, report_run(config)
     if as_json:
-        print_json(json.loads((folder / PROOF).read_text(encoding="utf-8")))
+        print_json(json.loads((folder / RECORD).read_text(encoding="utf-8")))
     else:
         click.echo((folder / SUMMARY).read_text(encoding="utf-8"), nl=False)
     if page is not None:

@@ -2,61 +2,34 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 from pipeline.evaluation.gates import Gate, Relation
+from pipeline.evaluation.network_findings import find_largest, find_worst
 
 if TYPE_CHECKING:
-    from pipeline.config.proof import Gates, Verify
-    from pipeline.evaluation.comparison import Comparison
+    from pipeline.config.proof import Gates
     from pipeline.evaluation.conversion_proof import ConversionProof
-    from pipeline.evaluation.measurement import Measure
     from pipeline.evaluation.network_findings import NetworkProof
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Figure:
-    """One row of what is judged on held-out text: name in the config, value (original, quantized), and what it is."""
+    """One row of what is judged on held-out text: the name that config and comparison have for it, and what it is."""
 
     name: str
-    value: Callable[[Measure, Measure], float]
     relation: Relation
     meaning: str
 
 
 FIGURES = (
-    Figure(
-        name="perplexity_ratio",
-        value=lambda original, quantized: quantized.tally.perplexity / original.tally.perplexity,
-        relation="<=",
-        meaning="perplexity, quantized over original",
-    ),
-    Figure(
-        name="top1_agreement",
-        value=lambda _, quantized: quantized.tally.mean("top1"),
-        relation=">=",
-        meaning="share of positions with the same top token",
-    ),
-    Figure(
-        name="mean_kl",
-        value=lambda _, quantized: quantized.tally.mean("kl"),
-        relation="<=",
-        meaning="mean KL divergence from original to quantized, nats",
-    ),
-    Figure(
-        name="top5_overlap",
-        value=lambda _, quantized: quantized.tally.mean("top5"),
-        relation=">=",
-        meaning="mean share of the five most likely tokens kept",
-    ),
-    Figure(
-        name="layer_error",
-        value=lambda _, quantized: quantized.layers.error[quantized.worst_output],
-        relation="<=",
-        meaning="relative RMS error of the worst layer's output",
-    ),
+    Figure(name="perplexity_ratio", relation="<=", meaning="perplexity, quantized over original"),
+    Figure(name="top1_agreement", relation=">=", meaning="share of positions with the same top token"),
+    Figure(name="mean_kl", relation="<=", meaning="mean KL divergence from original to quantized, nats"),
+    Figure(name="top5_overlap", relation=">=", meaning="mean share of the five most likely tokens kept"),
+    Figure(name="layer_error", relation="<=", meaning="relative RMS error of the worst layer's output"),
 )
 
 
@@ -139,24 +112,26 @@ def judge_proofs(bounds: Gates, conversion: ConversionProof, network: NetworkPro
     return gates
 
 
-def judge_quality(settings: Verify, comparison: Comparison) -> Iterator[Gate]:
-    """What quantization cost. A figure that was not measured has no value, and by the config's rules no bound."""
-    bounds, (original, quantized) = settings.gates, comparison.quality
-    worst = f"worst layer: {quantized.worst_layer}"
+def judge_quality(bounds: Gates, quality: Mapping[str, Any]) -> Iterator[Gate]:
+    """What quantization cost, by a comparison's JSON of original and quantized. A figure that was not measured has no
+    value, and by the config's rules no bound."""
+    original, quantized = quality["checkpoints"]
+    errors = [row["error"] for row in quantized["layers"]]
+    worst, output = f"worst layer: {find_worst(errors)}", find_largest(errors)
+    values = {**quantized, "layer_error": errors[output]}
     for figure in FIGURES:
-        blame = f"layer {quantized.worst_output}" if figure.name == "layer_error" else worst
         yield Gate(
             name=figure.name,
-            value=figure.value(original, quantized),
+            value=values[figure.name],
             bound=getattr(bounds, figure.name),
             relation=figure.relation,
             meaning=figure.meaning,
-            blame=blame,
+            blame=f"layer {output}" if figure.name == "layer_error" else worst,
         )
-    yield from _judge_context(bounds, comparison, worst)
+    yield from _judge_context(bounds, original["context"], quantized["context"], worst)
     drop = None
-    if comparison.accuracy:
-        drop = comparison.accuracy[0].share - comparison.accuracy[1].share
+    if original["accuracy"]:
+        drop = original["accuracy"]["accuracy"] - quantized["accuracy"]["accuracy"]
     yield Gate(
         name="accuracy_drop",
         value=drop,
@@ -167,18 +142,22 @@ def judge_quality(settings: Verify, comparison: Comparison) -> Iterator[Gate]:
     )
 
 
-def _judge_context(bounds: Gates, comparison: Comparison, blame: str) -> Iterator[Gate]:
-    """One gate of each kind per length."""
-    rows = list(zip(*comparison.drift, strict=True)) if comparison.drift else [None]
+def _judge_context(
+    bounds: Gates, originals: Sequence[Mapping[str, Any]], quantizeds: Sequence[Mapping[str, Any]], blame: str
+) -> Iterator[Gate]:
+    """One gate of each kind per length; one that nothing measures where there are none."""
+    pairs = [*zip(originals, quantizeds, strict=True)]
     for kind, meaning in (("kl", "mean KL divergence"), ("entropy", "change of the output entropy")):
-        for row in rows:
-            name, value = f"context_{kind}", None
-            if row is not None:
-                original, quantized = row
-                name += f"@{original['length']}"
-                meaning_here = f"{meaning} up to {original['length']} tokens of context, nats"
-                value = quantized["kl"] if kind == "kl" else abs(quantized["entropy"] - original["entropy"])
-            else:
-                meaning_here = f"{meaning} over long contexts, nats"
+        found = [
+            (
+                f"context_{kind}@{original['length']}",
+                quantized["kl"] if kind == "kl" else abs(quantized["entropy"] - original["entropy"]),
+                f"up to {original['length']} tokens of context",
+            )
+            for original, quantized in pairs
+        ]
+        for name, value, where in found or [(f"context_{kind}", None, "over long contexts")]:
             bound = getattr(bounds, f"context_{kind}")
-            yield Gate(name=name, value=value, bound=bound, relation="<=", meaning=meaning_here, blame=blame)
+            yield Gate(
+                name=name, value=value, bound=bound, relation="<=", meaning=f"{meaning} {where}, nats", blame=blame
+            )

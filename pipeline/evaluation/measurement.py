@@ -16,7 +16,6 @@ from typing import TYPE_CHECKING, Any
 
 from pipeline.evaluation.forward import RESIDENT_BYTES, Event, run_network
 from pipeline.evaluation.lens import Lens
-from pipeline.evaluation.network_findings import find_worst
 from pipeline.evaluation.schedule import Schedule, TokenSequence, schedule_windows
 from pipeline.evaluation.scores import Scores, Tally, doubling_edges, read_original, score
 
@@ -97,18 +96,6 @@ class Measure:
     tally: Tally
     layers: LayerTally
     peaks: dict[int, Peak] = field(default_factory=dict)
-
-    @property
-    def worst_layer(self) -> int:
-        """The layer that adds the most error to what it was given."""
-        return find_worst(self.layers.error)
-
-    @property
-    def worst_output(self) -> int:
-        """The layer whose output is furthest from the original's, or the first that is not finite."""
-        errors = self.layers.error
-        broken = (i for i, error in enumerate(errors) if not math.isfinite(error))
-        return next(broken, errors.index(max(errors)))
 
     def to_json(self) -> dict[str, Any]:
         t = self.tally

@@ -4,8 +4,9 @@ from __future__ import annotations
 
 import itertools
 import math
-from collections.abc import Sequence
-from dataclasses import dataclass
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, fields
+from typing import Any
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -65,6 +66,19 @@ class NetworkProof:
     native_ranks: RanksProof | None = None
     payload: RoundingProof | None = None
 
+    @classmethod
+    def from_json(cls, record: Mapping[str, Any]) -> NetworkProof:
+        """Of `asdict`'s entries, which may have others beside them."""
+        kinds = {
+            "native": NativeProof,
+            "cache": RoundingProof,
+            "ranks": RanksProof,
+            "native_ranks": RanksProof,
+            "payload": RoundingProof,
+        }
+        values = {field.name: record[field.name] for field in fields(cls)}
+        return cls(**values | {name: kind(**values[name]) for name, kind in kinds.items() if values[name]})
+
     @property
     def worst_layer(self) -> int:
         return find_worst(self.layer_errors)
@@ -72,6 +86,11 @@ class NetworkProof:
     @property
     def worst_declared_layer(self) -> int:
         return find_worst(self.declared_layer_errors)
+
+
+def find_largest(errors: Sequence[float]) -> int:
+    """The first layer whose error is not finite, else the one whose is largest."""
+    return next((i for i, error in enumerate(errors) if not math.isfinite(error)), errors.index(max(errors)))
 
 
 def find_worst(errors: Sequence[float]) -> int:

@@ -73,7 +73,7 @@ def _build_own(context: StageContext) -> None:
     if built != proven:
         raise BuildError(
             f"the network that was built ({', '.join(built)}) is not the one that was proved ({', '.join(proven)})",
-            hint="the code changed between the stages: run with --force verify --force build",
+            hint="the code changed between the stages: run with --force prove --force build",
         )
     network = {"spec": json.loads(spec.to_json()), "digest": engine.network_digest}
     (folder / NETWORK_FILE).write_text(json.dumps(network, indent=2) + "\n", encoding="utf-8")
@@ -89,7 +89,7 @@ STAGE = Stage(
     name="build",
     version=1,
     run=_run,
-    inputs=("convert", "quantize", "verify", "job"),
+    inputs=("convert", "quantize", "prove", "job"),
     parameters=_parameters,
     libraries=("tensorrt_rtx", "tensorrt", "triton"),
     target=_target,

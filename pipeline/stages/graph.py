@@ -22,7 +22,7 @@ if TYPE_CHECKING:
     from pipeline.stages.artifact import Artifact
     from pipeline.workspace import Workspace
 
-NAMES = ("convert", "sensitivity", "quantize", "verify", "job", "build", "package")
+NAMES = ("convert", "sensitivity", "quantize", "prove", "verify", "job", "build", "package")
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)

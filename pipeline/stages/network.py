@@ -13,8 +13,8 @@ if TYPE_CHECKING:
     from pipeline.network.spec import NetworkSpec
     from pipeline.stages.artifact import Artifact
 
-NETWORK_FILE = "network.json"
-PROOF = "verify.json"  # of the verify stage
+NETWORK_FILE = "network.json"  # of the build stage
+PROOF = "network.json"  # of the prove stage: pipeline/evaluation/proofs.py
 
 
 def built_checkpoint(inputs: Mapping[str, Artifact]) -> Path:
@@ -23,8 +23,8 @@ def built_checkpoint(inputs: Mapping[str, Artifact]) -> Path:
 
 
 def proved_digests(inputs: Mapping[str, Artifact]) -> list[str]:
-    """The digests of the networks that verify proved, which may be built: one for each rank."""
-    proof = json.loads((inputs["verify"].path / PROOF).read_text(encoding="utf-8"))
+    """The digests of the networks that were proved, which may be built: one for each rank."""
+    proof = json.loads((inputs["prove"].path / PROOF).read_text(encoding="utf-8"))
     return proof.get("rank_digests") or [proof["network_digest"]]
 
 

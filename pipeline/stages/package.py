@@ -7,8 +7,9 @@ from typing import TYPE_CHECKING, Any
 
 from pipeline.stages.foreign_package import package_llmapi, package_tensorrt_llm
 from pipeline.stages.graph import Stage, StageContext
-from pipeline.stages.network import NETWORK_FILE, PROOF, built_checkpoint
+from pipeline.stages.network import NETWORK_FILE, built_checkpoint
 from pipeline.stages.package_check import check_package
+from pipeline.stages.verify import RECORD
 from pipeline.triton import MODEL_REPO
 
 if TYPE_CHECKING:
@@ -40,7 +41,7 @@ def _run(context: StageContext) -> None:
         folder,
         config=context.config,
         built=built,
-        verification=json.loads((context.inputs["verify"].path / PROOF).read_text(encoding="utf-8")),
+        verification=json.loads((context.inputs["verify"].path / RECORD).read_text(encoding="utf-8")),
         checkpoint_config=json.loads((checkpoint / "config.json").read_text(encoding="utf-8")),
         progress=context.progress,
     )
@@ -81,7 +82,7 @@ STAGE = Stage(
     name="package",
     version=3,
     run=_run,
-    inputs=("convert", "quantize", "verify", "build"),
+    inputs=("convert", "quantize", "prove", "verify", "build"),
     sources=_sources,
     parameters=_parameters,
     libraries=("trtseek", "tritonclient", "protobuf"),

@@ -18,11 +18,15 @@ from tests.engine.tensorrt_llm.gpu_host import make_host
 def stages(monkeypatch):
     """The real ones, with nothing proved; `package` is another module's business."""
 
+    def prove(context):
+        (context.workspace.path / "network.json").write_text('{"network_digest": "blake3:proved"}')
+
     def verify(context):
         (context.workspace.path / "verify.json").write_text('{"network_digest": "blake3:proved", "gates": []}')
 
-    real = load_stages()
-    short = [replace(stage, run=verify) if stage.name == "verify" else stage for stage in real]
+    short = [
+        replace(stage, run={"prove": prove, "verify": verify}.get(stage.name, stage.run)) for stage in load_stages()
+    ]
     monkeypatch.setattr("pipeline.stages.graph.load_stages", lambda: tuple(short))
     monkeypatch.setattr("pipeline.cli.engine.report_run", lambda config: None)
     monkeypatch.setattr("pipeline.engine.tensorrt_llm.builder.list_device_sms", list)
@@ -40,8 +44,8 @@ def test_a_job_where_no_engine_can_be_built(workplace, stages, invoke):
     result = invoke("engine", "small")
     assert result.return_value == PendingError.exit_code == 12
     lines = result.stdout.splitlines()
-    assert lines[:4] == [f"{name.ljust(7)}  out/small/{name}" for name in ("convert", "verify", "job")] + [""]
-    assert lines[4].startswith("Nothing failed: the engine is not built yet: this host has not trtllm-build")
+    assert lines[:5] == [f"{name.ljust(7)}  out/small/{name}" for name in ("convert", "prove", "verify", "job")] + [""]
+    assert lines[5].startswith("Nothing failed: the engine is not built yet: this host has not trtllm-build")
     for wanted in (
         "rsync -rL --chmod=u+w out/small/job/ HOST:small-job/",
         "./build.sh engine'",

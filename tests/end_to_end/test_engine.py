@@ -99,8 +99,20 @@ def test_a_changed_setting_runs_its_stage_and_those_after_it(finished: Project, 
     copy = Project(tmp_path / "copy")
     result = copy.trtseek("engine", "tiny.yaml", "--set", "stages.package.max_queue_size=7")
     assert result.returncode == 0, result.stderr
-    assert result.stderr.count("cached") == 4
+    assert result.stderr.count("cached") == 5
     assert "max_queue_size: 0 → 7" in result.stderr
+
+
+def test_another_bound_is_judged_and_neither_measured_nor_built_again(finished: Project, tmp_path: Path) -> None:
+    shutil.copytree(finished.folder, tmp_path / "copy", symlinks=True)
+    copy = Project(tmp_path / "copy")
+    failed = copy.trtseek("engine", "tiny.yaml", "--set", "stages.verify.gates.mean_kl=1e-9")
+    assert failed.returncode == 5 and "verify: runs: gates.mean_kl" in failed.stderr
+    assert "prove: cached" in failed.stderr and "mean_kl" in failed.stderr
+    passed = copy.trtseek("engine", "tiny.yaml", "--set", "stages.verify.gates.mean_kl=9")
+    assert passed.returncode == 0, passed.stderr
+    assert all(f"{stage}: cached" in passed.stderr for stage in ("quantize", "prove", "build"))
+    assert "verify: made" in passed.stderr and "package: made" in passed.stderr
 
 
 def test_a_failed_gate_stops_before_the_build_and_keeps_its_report(tmp_path: Path, deepseek_v2_path: Path) -> None:

@@ -15,6 +15,7 @@ from transformers import AutoModelForCausalLM
 from pipeline.checkpoint.folder import CheckpointFolder
 from pipeline.evaluation import activations, forward
 from pipeline.evaluation.measurement import LayerTally, Measure, _keep_peaks, find_peaks, measure
+from pipeline.evaluation.network_findings import find_worst
 from pipeline.evaluation.schedule import TokenSequence
 from pipeline.evaluation.scores import Scores, Tally
 from pipeline.progress import SILENT
@@ -138,7 +139,7 @@ def test_layers_equal_those_of_transformers(coarse, expected) -> None:  # type: 
         cosine = torch.cosine_similarity(ours[layer], theirs[layer], dim=-1).mean()
         assert layers[layer]["error"] == pytest.approx(float(error), rel=1e-3)
         assert layers[layer]["cosine"] == pytest.approx(float(cosine), rel=1e-5)
-    assert coarse[1].worst_layer == 1
+    assert find_worst(coarse[1].layers.error) == 1
     assert layers[0]["error"] == 0.0
 
 

@@ -2,21 +2,24 @@
 
 from __future__ import annotations
 
-import dataclasses
 import json
 import math
+import shutil
 from pathlib import Path
-from types import SimpleNamespace
 
 import pytest
 from pydantic import ValidationError
 
 from pipeline.checkpoint.folder import CheckpointFolder
 from pipeline.config.proof import Context, Continuations, Gates, HeldOut, Verify
+from pipeline.evaluation import proofs as proof_module
+from pipeline.evaluation.comparison import Comparison
 from pipeline.evaluation.judgement import judge_quality
 from pipeline.evaluation.measurement import LayerTally, Measure
+from pipeline.evaluation.network_findings import find_worst
+from pipeline.evaluation.proofs import prove
 from pipeline.evaluation.scores import Tally
-from pipeline.evaluation.verification import Verification, verify
+from pipeline.evaluation.verification import Verification, judge
 from pipeline.network.spec import NetworkSpec
 from pipeline.progress import SILENT
 from pipeline.quantization.quantize import quantize_checkpoint
@@ -26,10 +29,27 @@ from tests.evaluation.support import convert
 
 QUALITY = [Measure(label, Tally((16,)), LayerTally.of(2)) for label in ("original", "quantized")]
 SPEC = NetworkSpec(dtype="float16", max_seq_len=128, block_size=8)
+GATES = Gates(
+    perplexity_ratio=None,
+    top1_agreement=0.999,
+    mean_kl=1e-6,
+    top5_overlap=0.999,
+    layer_error=1e-6,
+    context_kl=1e-6,
+    accuracy_drop=1.0,
+)
+
+
+class KilledError(Exception): ...
+
+
+def kill(*_: object, **__: object) -> None:
+    raise KilledError
 
 
 @pytest.fixture(scope="module")
-def verified(tmp_path_factory: pytest.TempPathFactory) -> Verification:
+def proofs(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """The folder that `prove` wrote; a killed run had been at the quality."""
     folder = tmp_path_factory.mktemp("verify")
     (folder / "heldout.txt").write_text("The quick brown fox jumps over the lazy dog. " * 20, encoding="utf-8")
     (folder / "tasks.jsonl").write_text(
@@ -46,19 +66,26 @@ def verified(tmp_path_factory: pytest.TempPathFactory) -> Verification:
         context=Context(lengths=(32, 96)),
         tasks=(folder / "tasks.jsonl",),
         continuations=Continuations(prompts=2, tokens=8),
-        gates=Gates(
-            perplexity_ratio=None,
-            top1_agreement=0.999,
-            mean_kl=1e-6,
-            top5_overlap=0.999,
-            layer_error=1e-6,
-            context_kl=1e-6,
-            accuracy_drop=1.0,
-        ),
     )
-    return verify(
-        CheckpointFolder.open(source), converted, CheckpointFolder.open(folder / "int4"), SPEC, settings, SILENT
-    )
+    subjects = CheckpointFolder.open(source), converted, CheckpointFolder.open(folder / "int4")
+
+    def run() -> None:
+        prove(*subjects, SPEC, settings, FolderWorkspace(folder / "proofs", journal=folder / "journal"), SILENT)
+
+    with pytest.MonkeyPatch.context() as killed:
+        killed.setattr(proof_module, "compare_subjects", kill)
+        with pytest.raises(KilledError):
+            run()
+    with pytest.MonkeyPatch.context() as finished:
+        for name in ("prove_conversion", "prove_network"):
+            finished.setattr(proof_module, name, lambda *_, **__: pytest.fail("proved again"))
+        run()
+    return folder / "proofs"
+
+
+@pytest.fixture(scope="module")
+def verified(proofs: Path) -> Verification:
+    return judge(proofs, GATES)
 
 
 def test_proofs_pass_and_quality_gates_judge(verified: Verification) -> None:
@@ -80,27 +107,28 @@ def test_proofs_pass_and_quality_gates_judge(verified: Verification) -> None:
     }
     assert verified.quality is not None
     blame = next(gate.blame for gate in verified.gates if gate.name == "mean_kl")
-    assert blame == f"worst layer: {verified.quality.quality[1].worst_layer}"
+    errors = [row["error"] for row in verified.quality["checkpoints"][1]["layers"]]
+    assert blame == f"worst layer: {find_worst(errors)}"
 
 
 def test_values_are_those_of_the_measurement(verified: Verification) -> None:
     assert verified.quality is not None
-    original, quantized = verified.quality.quality
+    original, quantized = verified.quality["checkpoints"]
     values = {gate.name: gate.value for gate in verified.gates}
-    assert values["perplexity_ratio"] == quantized.tally.perplexity / original.tally.perplexity
-    assert values["layer_error"] == max(quantized.layers.error)
-    ours, theirs = verified.quality.drift
+    assert values["perplexity_ratio"] == quantized["perplexity"] / original["perplexity"]
+    assert values["layer_error"] == max(row["error"] for row in quantized["layers"])
+    ours, theirs = original["context"], quantized["context"]
     assert values["context_kl@96"] == theirs[1]["kl"]
     assert values["context_entropy@32"] == abs(theirs[0]["entropy"] - ours[0]["entropy"])
-    shares = [each.share for each in verified.quality.accuracy]
+    shares = [row["accuracy"]["accuracy"] for row in (original, quantized)]
     assert values["accuracy_drop"] == shares[0] - shares[1]
 
 
 def test_the_worst_prompts_are_continued_side_by_side(verified: Verification) -> None:
     assert verified.quality is not None
-    samples = verified.quality.samples
+    samples = verified.quality["samples"]
     assert len(samples) == 2
-    assert samples[0]["kl"] == verified.quality.quality[1].tally.max_kl >= samples[1]["kl"]
+    assert samples[0]["kl"] == verified.quality["checkpoints"][1]["max_kl"] >= samples[1]["kl"]
     for sample in samples:
         original, quantized = sample["continuations"]
         assert (original["label"], quantized["label"]) == ("original", "quantized")
@@ -109,7 +137,8 @@ def test_the_worst_prompts_are_continued_side_by_side(verified: Verification) ->
 
 
 def test_a_gate_that_nothing_measures_is_skipped_and_a_bound_on_it_is_refused(tmp_path: Path) -> None:
-    gates = list(judge_quality(Verify(), SimpleNamespace(quality=QUALITY, drift=[], accuracy=[])))  # type: ignore[arg-type]
+    nothing_more = Comparison(sizes=[1, 1], quality=QUALITY, drift=[], accuracy=[], samples=[]).to_json()
+    gates = list(judge_quality(Gates(), nothing_more))
     unmeasured = {gate.name: (gate.value, gate.passed) for gate in gates if gate.value is None}
     assert unmeasured == dict.fromkeys(("context_kl", "context_entropy", "accuracy_drop"), (None, None))
     assert all(gate.describe().startswith("skip") for gate in gates if gate.value is None)
@@ -128,10 +157,16 @@ def test_the_record_is_json_and_the_summary_has_a_line_per_gate_and_layer(verifi
     assert verified.network_digest in summary
 
 
-def test_a_network_that_is_not_finite_has_its_report_too(verified: Verification) -> None:
-    broken = dataclasses.replace(verified.network, max_logit_error=math.inf, layer_errors=[1e-7, math.nan])
-    record = dataclasses.replace(verified, network=broken).to_json()
-    network = json.loads(json.dumps(record, allow_nan=False))["network"]
-    assert network["max_logit_error"] == "inf"
-    assert network["layer_errors"] == [1e-7, "nan"]
-    assert broken.worst_layer == 1
+def test_a_network_that_is_not_finite_has_its_report_too(proofs: Path, tmp_path: Path) -> None:
+    shutil.copytree(proofs, tmp_path / "proofs")
+    network = json.loads((proofs / "network.json").read_text())
+    broken = network | {"max_logit_error": "inf", "layer_errors": [1e-7, "nan"]}
+    (tmp_path / "proofs" / "network.json").write_text(json.dumps(broken))
+    judged = judge(tmp_path / "proofs", GATES)
+    record = json.loads(json.dumps(judged.to_json(), allow_nan=False))
+    assert record["network"]["max_logit_error"] == "inf"
+    assert record["network"]["layer_errors"] == [1e-7, "nan"]
+    assert judged.network.worst_layer == 1
+    gate = next(gate for gate in judged.gates if gate.name == "network_exact")
+    assert (gate.value, gate.passed) == (math.inf, False) and "worst layer: 1" in gate.blame
+    assert "inf" in judged.summarize()

@@ -21,7 +21,7 @@ pytestmark = [pytest.mark.timeout(HANG_S), pytest.mark.thorough]
 ROOT = Path(__file__).parents[2]
 SOME = ("job", "sensitivity")  # of engines that TensorRT-LLM builds, and of recipes
 STAGES = tuple(name for name in NAMES if name not in SOME)
-KILLS = ("convert", "quantize", "quantize", "verify", "build", "build", "package")
+KILLS = ("convert", "quantize", "quantize", "prove", "prove", "verify", "build", "build", "package")
 
 
 def run_engine(project: Project, log: Path, *target: str) -> int:
@@ -60,7 +60,7 @@ def test_killed_in_every_stage(
             assert project.digests(earlier)
     logs.append(tmp_path / "last")
     assert run_engine(project, logs[-1]) == 0, read_log(logs[-1])
-    for stage in ("convert", "quantize", "verify"):
+    for stage in ("convert", "quantize", "prove", "verify"):
         assert project.digests(stage) == whole.digests(stage)
     assert count_repeats(logs) <= len(KILLS)
     manifests = [
