@@ -71,6 +71,7 @@ def command(
     baseline is the first's weights rounded to nearest, in the formats of the last that this project quantized.
     """
     from pipeline.evaluation.comparison import Plan, compare_subjects
+    from pipeline.evaluation.finiteness import require_finite
     from pipeline.evaluation.numbers import spell_numbers
     from pipeline.evaluation.subject import open_subjects
     from pipeline.progress import make_reporter
@@ -85,7 +86,8 @@ def command(
         continuations=prompts,
         baseline=baseline,
     )
-    document = spell_numbers(compare_subjects(subjects, plan, make_reporter()).to_json())
+    comparison = compare_subjects(subjects, plan, make_reporter())
+    document = spell_numbers(comparison.to_json())
     if report is not None:
         from pipeline.evaluation.report.page import write_comparison
 
@@ -96,6 +98,7 @@ def command(
         _print(document, prompts)
     if report is not None:
         click.echo(f"report: {report}", err=True)
+    require_finite(subjects, comparison.quality)
 
 
 def _number(digits: str) -> Callable[[Any], str]:

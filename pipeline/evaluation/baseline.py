@@ -25,7 +25,6 @@ if TYPE_CHECKING:
     from pipeline.evaluation.subject import Subject
 
 FLOATS = frozenset(MODEL_DTYPES.values())
-LABEL = "round to nearest (baseline)"
 # Format -> the method whose format it is rounded to. What range an 8-bit input has without the scale that a method gave
 # it is known of fp8 alone: else the baseline leaves inputs in 16 bits.
 NEAREST = {
@@ -115,4 +114,6 @@ def make_baseline(original: Subject, quantized: Subject) -> Subject | None:
             group=row["group_size"],
         )
     source = RoundedSource(original, quantized, linears)
-    return replace(quantized, label=LABEL, source=source, folder=original.folder)
+    return replace(
+        quantized, label=f"to nearest as {quantized.label} (baseline)", source=source, folder=original.folder
+    )

@@ -134,8 +134,8 @@ def _cut(subject: Subject, tokens: Sequence[int], plan: Plan, origin: str, progr
     windows = cut_windows(tokens, total=plan.tokens, window=window, origin=origin, first=subject.begin)
     if len(windows) < plan.tokens // window:
         progress.note(
-            f"{len(windows) * window} tokens are scored, {plan.tokens} were asked for: {origin} holds {len(tokens)}, "
-            f"in whole windows of {window}"
+            f"{len(windows)} windows of {window} tokens are scored, {plan.tokens} tokens were asked for: {origin} "
+            f"holds {len(tokens)}"
         )
     return windows
 

@@ -3,10 +3,13 @@
 from __future__ import annotations
 
 import json
+import math
 import re
+import shutil
 from pathlib import Path
 
 import pytest
+from safetensors.torch import load_file, save_file
 
 from pipeline.cli import main
 from pipeline.errors import GateError
@@ -69,7 +72,9 @@ def test_what_was_asked_for_and_is_not_to_be_had_is_noted(checkpoints, invoke):
     assert "windows of 256 tokens, the longest context here; 9000 were asked for" in result.stderr
     scored = json.loads(result.stdout)["checkpoints"][0]["tokens"]
     assert scored == 255 * (256 * (scored // 255) // 256)  # of each window all but the last predict a token
-    assert f"{scored // 255 * 256} tokens are scored, 100000000 were asked for: {text} holds" in result.stderr
+    assert f"{scored // 255} windows of 256 tokens are scored, 100000000 tokens were asked for: {text} holds " in (
+        result.stderr
+    )
     assert "were asked for" not in invoke("compare", first, same, *options, "--tokens", "64", "--window", "32").stderr
 
 
@@ -105,6 +110,29 @@ def test_what_cannot_be_compared_is_said(checkpoints, capsys, tmp_path, monkeypa
         given += ["--text", checkpoints[3], "--tokens", "32", "--window", "16"]
     assert main._run(["compare", *given]) == code
     assert words in capsys.readouterr().err
+
+
+@pytest.mark.parametrize(
+    ("value", "words"),
+    [
+        (math.nan, "damaged: transformer.layers.1.mlp.fc.weight is nan at [0, 3]"),
+        (-math.inf, "damaged: transformer.layers.1.mlp.fc.weight is -inf at [0, 3]"),
+        (3e38, "damaged: the output of layer 1 is not finite, and all weights there are"),
+    ],
+)
+def test_figures_that_are_no_numbers_are_explained_behind_them(checkpoints, tmp_path, capsys, value, words):
+    shutil.copytree(checkpoints[0], tmp_path / "damaged")
+    for shard in (tmp_path / "damaged").glob("*.safetensors"):
+        tensors = load_file(shard)
+        if (name := "model.layers.1.mlp.gate_proj.weight") in tensors:
+            tensors[name][0, 3 if not math.isfinite(value) else slice(None)] = value
+        if value == 3e38 and (name := "model.layers.1.mlp.up_proj.weight") in tensors:
+            tensors[name][0] = value
+        save_file(tensors, shard, metadata={"format": "pt"})
+    options = ["--text", checkpoints[3], "--tokens", "32", "--window", "16", "--no-baseline"]
+    assert main._run(["compare", checkpoints[0], str(tmp_path / "damaged"), *options]) == 3
+    shown = capsys.readouterr()
+    assert words in shown.err and "nan" in shown.out
 
 
 def test_verify_shows_what_it_proved_and_again_without_work(workplace, invoke):

@@ -14,7 +14,7 @@ import torch
 
 from pipeline.checkpoint.folder import CheckpointFolder
 from pipeline.errors import CheckpointError
-from pipeline.evaluation.baseline import LABEL, make_baseline
+from pipeline.evaluation.baseline import make_baseline
 from pipeline.evaluation.comparison import Plan, compare_subjects
 from pipeline.evaluation.scores import SUMS
 from pipeline.evaluation.subject import Subject, describe_subject
@@ -51,9 +51,10 @@ def quantize(original: Subject, method: str, **changes: object) -> Subject:
     ("method", "nearest"), [("awq", "rtn"), ("gptq", "rtn"), ("awq_fp8", "rtn"), ("smoothquant", "int8")]
 )
 def test_the_same_tensors_as_the_method_that_rounds(original: Subject, method: str, nearest: str) -> None:
-    baseline = make_baseline(original, quantize(original, method))
+    quantized = quantize(original, method)
+    baseline = make_baseline(original, quantized)
     written = quantize(original, nearest).source
-    assert baseline is not None and baseline.label == LABEL
+    assert baseline is not None and baseline.label == f"to nearest as {quantized.label} (baseline)"
     assert dict(baseline.source.tensors) == dict(written.tensors)
     for name in sorted(written.tensors, reverse=True):  # in no order of a file's
         assert torch.equal(baseline.source.read(name).to_torch(), written.read(name).to_torch()), name
