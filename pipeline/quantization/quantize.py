@@ -29,6 +29,7 @@ from pipeline.quantization.layer import LayerPlan, group_linears, plan_layer
 from pipeline.quantization.linear_inputs import UNROUTED, warn_starved
 from pipeline.quantization.report import REPORT, QuantizationReport, describe_config
 from pipeline.quantization.rules import choose_linears
+from pipeline.quantization.settings import QuantizeSettings, count_scratch
 from pipeline.quantization.shard import model_dtype, write_shard
 from pipeline.quantization.steps import PARTS, Part, Steps
 from pipeline.quantization.threads import bounded_threads
@@ -43,7 +44,6 @@ if TYPE_CHECKING:
     from pipeline.checkpoint.tensors import TensorInfo
     from pipeline.quantization.capture import Captured
     from pipeline.quantization.scale_groups import ScaleGroup
-    from pipeline.quantization.settings import QuantizeSettings
     from pipeline.workspace import Workspace
 
 
@@ -103,8 +103,8 @@ class _Run:
         # Too little text is to be told as that, not as what more of it would take.
         if self.measures and any(self.steps.left(self.steps.layers)):
             self.calibration.draw()
-        # Before a layer, behind it, and what its experts read.
-        states = 3 * self.calibration.states(0).nbytes if self.measures else 0
+        hidden = self.source.architecture.hidden_size
+        states = count_scratch(self.settings.calibration, hidden) if self.measures else 0
         left = self.steps.left(list(self.steps.tensors))
         written = sum(self._count_bytes(name) for _, step in left for name in self.steps.tensors[step])
         try:

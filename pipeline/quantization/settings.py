@@ -23,6 +23,12 @@ class CalibrationSettings(Protocol):
     def seed(self) -> int: ...
 
 
+def count_scratch(calibration: CalibrationSettings, hidden_size: int) -> int:
+    """Bytes of the hidden states that calibration keeps in files: before a layer, behind it, and what its experts
+    read."""
+    return 3 * calibration.samples * calibration.length * hidden_size * 4
+
+
 class QuantizeSettings(Protocol):
     """How to quantize: the rules of what becomes of each linear, and what the report calls it (`method`, `group_size`).
 

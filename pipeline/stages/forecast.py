@@ -19,6 +19,7 @@ from pipeline.engine.limits import STRIPPED
 from pipeline.engine.weights import NOTHING_HELD, estimate_weights
 from pipeline.quantization.catalog import FORMATS
 from pipeline.quantization.selection import Decision, Rules
+from pipeline.quantization.settings import count_scratch
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Mapping, Sequence
@@ -46,17 +47,19 @@ FP8_TYPES = ("F8_E4M3",)
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Forecast:
-    """One stage's disk, memory and time. None: not known ahead."""
+    """One stage's disk, memory and time. None: not known ahead. scratch_bytes: of the disk, what goes in the end."""
 
     stage: str
     disk_bytes: int
     memory_bytes: int | None
     seconds: float | None
+    scratch_bytes: int = 0
 
     def to_json(self) -> dict[str, Any]:
         return {
             "stage": self.stage,
             "disk_bytes": self.disk_bytes,
+            "scratch_bytes": self.scratch_bytes,
             "memory_bytes": self.memory_bytes,
             "seconds": None if self.seconds is None else round(self.seconds),
         }
@@ -95,11 +98,13 @@ def forecast(
     ]
     rules = config.stages.quantize.rules
     if rules.methods:
-        rounds = not rules.measures
+        rounds, settings = not rules.measures, config.stages.quantize
+        scratch = count_scratch(settings.calibration, architecture.hidden_size) if settings.measures else 0
         rows.append(
             Forecast(
                 stage="quantize",
-                disk_bytes=sizes.sum_quantized(rules, unquantized_bytes),
+                disk_bytes=sizes.sum_quantized(rules, unquantized_bytes) + scratch,
+                scratch_bytes=scratch,
                 memory_bytes=ROUND_MEMORY if rounds else None,
                 seconds=wide / ROUND_RATE if rounds else None,
             )
@@ -132,7 +137,8 @@ def forecast_serving(
     spec, parallel = network_spec(config, dtype), config.target.parallel.sizes
     specs = [replace(spec, rank=rank) for rank in parallel.ranks] if parallel.world > 1 else [spec]
     (checkpoint,) = [row for row in rows if row.stage in ("convert", "quantize")][-1:]
-    return estimate_planned(config, architecture, specs, checkpoint_bytes=checkpoint.disk_bytes)
+    kept = checkpoint.disk_bytes - checkpoint.scratch_bytes
+    return estimate_planned(config, architecture, specs, checkpoint_bytes=kept)
 
 
 def _forecast_build(config: Config, architecture: Architecture, weights: int) -> Forecast:

@@ -38,6 +38,27 @@ def test_problems_name_their_place(workplace, invoke):
     assert not (workplace / "out").exists()
 
 
+def test_another_models_tokenizer_is_told_by_its_tokens(workplace, invoke, llama_path):
+    shutil.copytree(llama_path, workplace / "model")
+    file = workplace / "model" / "tokenizer.json"
+    whole = json.loads(file.read_text())
+
+    def validate(vocabulary):
+        file.write_text(json.dumps(whole | {"model": whole["model"] | {"vocab": vocabulary}}))
+        return invoke("validate", "small", "--set", "model.path=model").stdout
+
+    known = whole["model"]["vocab"]
+    assert "another model's" not in validate(known)
+    assert "tokenizer.json has 200 tokens, the model 512: is it another model's?" in validate(
+        dict(sorted(known.items(), key=lambda item: item[1])[:200])
+    )
+    with pytest.raises(CheckpointError, match=r"model/tokenizer.json has token 512, the model's .* ends at 511"):
+        validate(known | {f"token {i}": i for i in range(len(known), 513)})
+    file.write_text("{}")
+    with pytest.raises(CheckpointError, match=r"model/tokenizer.json: "):
+        invoke("validate", "small", "--set", "model.path=model")
+
+
 def test_is_quick(workplace, cpu_seconds):
     # Wider than the half second that benchmarks/commands.py holds it to: tests run beside other tests.
     assert cpu_seconds("-m", "pipeline.cli.main", "validate", "small") < 0.8

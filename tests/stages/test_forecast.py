@@ -15,6 +15,7 @@ from pipeline.cli.host import describe_host
 from pipeline.config.case import Case
 from pipeline.config.schema import Config
 from pipeline.engine.weights import estimate_weights
+from pipeline.errors import StoreError
 from pipeline.quantization.quantize import quantize_checkpoint
 from pipeline.quantization.selection import Rules
 from pipeline.workspace import FolderWorkspace
@@ -55,6 +56,28 @@ def test_disk_is_what_the_stages_write(model: Any, dtype: str | None, tmp_path: 
     converted = CheckpointFolder.open(tmp_path / "converted")
     quantize_checkpoint(converted, FolderWorkspace(tmp_path / "quantized"), settings=config.stages.quantize)
     assert rows["quantize"]["disk_bytes"] == _written(tmp_path / "quantized")
+
+
+class Asked(FolderWorkspace):
+    """Refuses, and keeps what was asked for."""
+
+    def require(self, nbytes: int) -> None:
+        self.asked = nbytes
+        raise StoreError("enough")
+
+
+def test_the_disk_of_calibration_is_what_quantizing_asks_for(tmp_path: Path) -> None:
+    source = CheckpointFolder.open(fixtures.deepseek_v2(tmp_path / "model", num_hidden_layers=3, tokenizer=True))
+    (tmp_path / "text.txt").write_text("def f(x): return x\n" * 200)
+    calibration = {"files": ({"path": tmp_path / "text.txt"},), "samples": 8, "length": 64}
+    config = _config(source.path, tmp_path / "out", quantize={"method": "awq", "calibration": calibration})
+    row = next(row for row in describe_host(_case(config, source))["stages"] if row["stage"] == "quantize")
+    convert_checkpoint(source, FolderWorkspace(tmp_path / "converted"), dtype=None, overflow="refuse")
+    workspace = Asked(tmp_path / "quantized")
+    with pytest.raises(StoreError):
+        quantize_checkpoint(CheckpointFolder.open(tmp_path / "converted"), workspace, settings=config.stages.quantize)
+    assert row["disk_bytes"] == workspace.asked
+    assert row["scratch_bytes"] == 3 * 8 * 64 * source.architecture.hidden_size * 4
 
 
 def test_a_recipe_is_counted_linear_by_linear(tmp_path: Path) -> None:
