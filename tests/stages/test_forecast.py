@@ -76,7 +76,8 @@ def test_the_disk_of_calibration_is_what_quantizing_asks_for(tmp_path: Path) -> 
     workspace = Asked(tmp_path / "quantized")
     with pytest.raises(StoreError):
         quantize_checkpoint(CheckpointFolder.open(tmp_path / "converted"), workspace, settings=config.stages.quantize)
-    assert row["disk_bytes"] == workspace.asked
+    # Which scales become vectors beside the linears, only the search knows: quantizing asks for all of them.
+    assert row["disk_bytes"] < workspace.asked < 1.05 * row["disk_bytes"]
     assert row["scratch_bytes"] == 3 * 8 * 64 * source.architecture.hidden_size * 4
 
 
