@@ -41,6 +41,7 @@ ALL_RULES: tuple[Rule, ...] = (
 QUANTIZE_RULES = (
     "exclude_matches",
     "something_to_quantize",
+    "recipe_quantizes",
     "group_divides_something",
     "recipe_matches",
     "calibration_within_context",
@@ -71,6 +72,6 @@ def _refuse(rules: Iterable[Rule], case: Case) -> None:
     broken = [(rule, problem) for rule in rules if (problem := rule.find(case))]
     if not broken:
         return
-    message = "\n".join(f"{case.config.locate(rule.key)}: {problem}" for rule, problem in broken)
+    message = "\n".join(f"{rule.locate(case)}: {problem}" for rule, problem in broken)
     ways_out = [*dict.fromkeys(rule.way_out for rule, _ in broken), *([AGAIN] if case.holding else [])]
     raise CompatibilityError(message, hint="; ".join(ways_out))

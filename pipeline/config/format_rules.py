@@ -9,26 +9,53 @@ from pipeline.quantization.catalog import FOREIGN_FORMATS, FORMATS, METHODS
 from pipeline.quantization.selection import Decision
 
 if TYPE_CHECKING:
+    from collections.abc import Sequence
+
     from pipeline.config.case import Case
 
 FIRST_AMPERE = 80
 FP8_FORMATS = ("fp8", "fp8_blocks", "int4_fp8")
 
 
+FP8_METHODS = tuple(name for name, row in METHODS.items() if row.format in FP8_FORMATS)
+W4A8 = "awq_fp8"
+
+
 def find_fp8(case: Case) -> str | None:
+    method = next((name for name in FP8_METHODS if name in case.quantize.rules.methods), None)
+    return method and _refuse_fp8(case, f"method {method}")
+
+
+def place_fp8(case: Case) -> str:
+    return _place(case, FP8_METHODS, otherwise="target.gpu")
+
+
+def find_fp8_source(case: Case) -> str | None:
+    return case.kept_fp8 and _refuse_fp8(case, f"the FP8 tensor {case.kept_fp8}")
+
+
+def _refuse_fp8(case: Case, what: str) -> str | None:
     if case.gpu.has("fp8"):
         return None
-    stored = case.kept_fp8
-    method = next((name for name in case.quantize.rules.methods if METHODS[name].format in FP8_FORMATS), None)
-    what = f"method {method}" if method else f"the FP8 tensor {stored}" if stored else None
-    return f"{what} needs FP8 tensor cores, SM89 or later; the {case.gpu.name} is SM{case.gpu.sm}" if what else None
+    return f"{what} needs FP8 tensor cores, SM89 or later; the {case.gpu.name} is SM{case.gpu.sm}"
+
+
+def _place(case: Case, methods: Sequence[str], *, otherwise: str) -> str:
+    """The recipe's first row that has one of the methods; `otherwise` where none does: stages.quantize.method has."""
+    rows = case.quantize.recipe.rows
+    row = next((index for index, row in enumerate(rows) if row.method in methods), None)
+    return otherwise if row is None else f"stages.quantize.recipe.rows.{row}.method"
 
 
 def find_foreign_method(case: Case) -> str | None:
     """The network of a W4A8 linear runs in the interpreter, for proofs; TensorRT has no kernel for it."""
-    if case.config.target.backend == "tensorrt_llm" or "awq_fp8" not in case.quantize.rules.methods:
+    if case.config.target.backend == "tensorrt_llm" or W4A8 not in case.quantize.rules.methods:
         return None
-    return f"method awq_fp8 is what TensorRT-LLM's W4A8 kernels compute; {case.config.target.backend} has none"
+    return f"method {W4A8} is what TensorRT-LLM's W4A8 kernels compute; {case.config.target.backend} has none"
+
+
+def place_w4a8(case: Case) -> str:
+    return _place(case, (W4A8,), otherwise="stages.quantize.method")
 
 
 def find_bf16(case: Case) -> str | None:
@@ -61,7 +88,7 @@ def find_unmatched_exclude(case: Case) -> str | None:
 
 
 def find_nothing_chosen(case: Case) -> str | None:
-    if not case.is_quantized or case.chosen:
+    if not case.is_quantized or case.chosen or case.quantize.recipe.rows:
         return None
     roles = sorted({linear.role for linear in case.linears})
     return f"no linear is left to quantize; the model has {', '.join(roles)}"

@@ -30,6 +30,12 @@ def _find_unmatched_rows(case: Case) -> str | None:
     return f"{', '.join(unused)} matches no linear of the model" if unused else None
 
 
+def _find_idle_recipe(case: Case) -> str | None:
+    if not case.quantize.recipe.rows or not case.is_quantized or case.chosen:
+        return None
+    return "no linear is left to quantize: those that include names stay in 16 bits by its rows or by exclude"
+
+
 def _find_no_budget(case: Case) -> str | None:
     return "auto has nothing to solve for" if case.quantize.recipe.auto and case.quantize.budget is None else None
 
@@ -76,6 +82,12 @@ def _find_choice_without_kernel(case: Case) -> str | None:
 RECIPE_RULES: tuple[Rule, ...] = (
     Rule("head_is_fit", "stages.quantize", _find_unfit_head, HEAD_HINT),
     Rule("recipe_matches", "stages.quantize.recipe", _find_unmatched_rows, "a name: transformer.layers.0.mlp.fc"),
+    Rule(
+        "recipe_quantizes",
+        "stages.quantize.recipe",
+        _find_idle_recipe,
+        "give a row another method than none, or leave the recipe out and set stages.quantize.method: none",
+    ),
     Rule("auto_has_budget", "stages.quantize.recipe", _find_no_budget, "set stages.quantize.budget: {size_ratio: 0.4}"),
     Rule("auto_has_method", "stages.quantize.recipe", _find_no_base, "set stages.quantize.method: awq"),
     Rule("auto_or_rows", "stages.quantize.recipe", _find_two_recipes, "write auto, or the rows"),

@@ -14,12 +14,16 @@ from pipeline.errors import CompatibilityError
 
 @dataclass(frozen=True, slots=True)
 class Rule:
-    """`find` returns what is wrong, or None; `key` is the setting to look at, `way_out` what to do."""
+    """`find` returns what is wrong, or None; `key` is the setting to look at, or finds it; `way_out` what to do."""
 
     name: str
-    key: str
+    key: str | Callable[[Case], str]
     find: Callable[[Case], str | None]
     way_out: str
+
+    def locate(self, case: Case) -> str:
+        """The setting to look at, with its file and line."""
+        return case.config.locate(self.key if isinstance(self.key, str) else self.key(case))
 
 
 def _find_unsupported_sm(case: Case) -> str | None:
@@ -107,14 +111,20 @@ RULES: tuple[Rule, ...] = (
     Rule("sm_of_backend", "target.gpu", _find_unsupported_sm, "use backend: tensorrt on a host with that GPU"),
     Rule(
         "fp8_needs_sm89",
-        "target.gpu",
+        format_rules.place_fp8,
         format_rules.find_fp8,
-        "take a GPU of SM89 or later, or INT4 (method: awq or rtn) or INT8 (int8 or smoothquant), or set "
-        "stages.convert.dtype: bfloat16, which multiplies a checkpoint's FP8 out",
+        "take a GPU of SM89 or later, or INT4 (method: awq or rtn) or INT8 (int8 or smoothquant)",
+    ),
+    Rule(
+        "fp8_source_needs_sm89",
+        "target.gpu",
+        format_rules.find_fp8_source,
+        "take a GPU of SM89 or later, or set stages.convert.dtype: bfloat16, which multiplies the checkpoint's FP8 "
+        "out, or quantize to INT4 or INT8",
     ),
     Rule(
         "w4a8_is_tensorrt_llms",
-        "stages.quantize.method",
+        format_rules.place_w4a8,
         format_rules.find_foreign_method,
         "use method awq, or target.backend: tensorrt_llm",
     ),

@@ -91,6 +91,12 @@ SETTINGS = [
         "*.mpl.fc matches no linear",
     ),
     (
+        "recipe_quantizes",
+        {"stages.quantize.recipe": {"rows": [{"pattern": "*", "method": "none"}]}},
+        {"stages.quantize.recipe": {"rows": [{"pattern": "*.mlp.fc", "method": "none"}]}},
+        "no linear is left to quantize: those that include names stay in 16 bits by its rows",
+    ),
+    (
         "idle_rows",
         {"stages.quantize.recipe": {"rows": [{**ROW, "pattern": "*"}, ROW]}},
         {"stages.quantize.recipe": {"rows": [ROW, {**ROW, "pattern": "*"}]}},
@@ -342,15 +348,17 @@ def test_no_plugin_is_spoken_of_that_the_model_has_no_place_for():
 
 
 def test_every_rule_has_a_test():
-    tested = {row[0] for row in (*SETTINGS, *MODELS)} | {"backend_of_gpu", "smaller_groups", "fp8_saves_memory"}
+    tested = {row[0] for row in (*SETTINGS, *MODELS)}
+    tested |= {"backend_of_gpu", "smaller_groups", "fp8_saves_memory", "fp8_source_needs_sm89"}
     assert tested == {rule.name for rule in (*RULES, *RECIPE_RULES, *NOTES)}
 
 
 def test_every_rule_points_at_a_setting():
     for rule in (*RULES, *RECIPE_RULES, *NOTES):
         section = Config
-        for part in rule.key.split("."):
-            section = section.model_fields[part].annotation if isinstance(section, type) else None
+        if isinstance(rule.key, str):  # the others find it: test_a_recipe_s_row_is_named_for_its_method
+            for part in rule.key.split("."):
+                section = section.model_fields[part].annotation if isinstance(section, type) else None
         assert rule.way_out or rule in NOTES
 
 
@@ -362,7 +370,7 @@ def test_a_gathered_engine_that_only_generates_is_fine():
 def test_an_fp8_checkpoint_is_named_where_its_fp8_reaches_the_engine():
     tensors = [("a.weight", "BF16"), ("b.weight", "F8_E4M3")]
     kept = {"stages.quantize.method": "none"}
-    problem = find("fp8_needs_sm89", make_case(kept, tensors=tensors))
+    problem = find("fp8_source_needs_sm89", make_case(kept, tensors=tensors))
     assert "the FP8 tensor b.weight needs FP8 tensor cores" in problem
     for way_out in (
         {**kept, "target.gpu": "L4"},
@@ -371,7 +379,7 @@ def test_an_fp8_checkpoint_is_named_where_its_fp8_reaches_the_engine():
         {"stages.quantize.method": "rtn"},
     ):
         case = make_case(way_out, tensors=tensors)
-        assert find("fp8_needs_sm89", case) is None
+        assert find("fp8_source_needs_sm89", case) is None
         note = find("fp8_saves_memory", case)
         assert ("save memory, not time" in note) if way_out.get("target.gpu") == "L4" else note is None
 
@@ -429,6 +437,23 @@ def test_smaller_groups_are_reported_per_linear():
     note = find("smaller_groups", make_case(model=V2_LITE))
     assert note == ("group size 128 does not divide every input: transformer.layers.*.mlp.proj (1x): groups of 64")
     assert find("smaller_groups", make_case()) is None
+
+
+@pytest.mark.parametrize(
+    ("method", "otherwise"), [("fp8", "c.yaml:2: target.gpu"), ("awq_fp8", "stages.quantize.method")]
+)
+def test_a_recipe_s_row_is_named_for_its_method(tmp_path, method, otherwise):
+    (tmp_path / "r.yaml").write_text(f"rows:\n  - {ROW}\n  - {{pattern: '*',\n     method: {method}}}\n")
+    (tmp_path / "c.yaml").write_text("model: {path: m}\ntarget: {gpu: A100-80GB}\n")
+    for setting, place in (
+        (f"recipe={tmp_path}/r.yaml", "r.yaml:4: stages.quantize.recipe.rows.1.method: method"),
+        (f"method={method}", f"{otherwise}: method"),
+    ):
+        config = load_config(tmp_path / "c.yaml", [f"stages.quantize.{setting}"])
+        with pytest.raises(CompatibilityError) as caught:
+            check_compatibility(config, parse_architecture(CODER), {})
+        assert f"{place} {method} " in caught.value.message
+        assert "convert.dtype" not in caught.value.hint  # of a checkpoint that holds FP8
 
 
 def test_groups_that_a_recipe_asks_for_are_no_news():
