@@ -91,6 +91,14 @@ class Located:
 
 def read_document(path: Path, shown: str) -> Located:
     """The one map that a YAML file holds. `shown` names the file in messages. Raises ConfigError with the line."""
+    document = read_value(path, shown)
+    if not isinstance(document.value, dict):
+        raise ConfigError(f"{document.origin}: must hold a map of settings, not {name_value(document.value)}")
+    return document
+
+
+def read_value(path: Path, shown: str) -> Located:
+    """What a YAML file holds, None where it is empty; else as `read_document`."""
     try:
         data = path.read_bytes()
     except OSError as error:
@@ -102,10 +110,7 @@ def read_document(path: Path, shown: str) -> Located:
     except UnicodeDecodeError as error:
         line = data[: error.start].count(b"\n") + 1
         raise ConfigError(f"{shown}:{line}: is not UTF-8") from error
-    document = parse(text, lambda line: Origin(shown, line))
-    if not isinstance(document.value, dict):
-        raise ConfigError(f"{document.origin}: must hold a map of settings, not {_kind(document.value)}")
-    return document
+    return parse(text, lambda line: Origin(shown, line))
 
 
 def parse(text: str, origin: Callable[[int], Origin]) -> Located:
@@ -216,5 +221,6 @@ _READ: dict[str, Callable[[str], Any]] = {
 }
 
 
-def _kind(value: Any) -> str:
+def name_value(value: Any) -> str:
+    """For a message that says what is not wanted."""
     return {list: "a list", type(None): "nothing"}.get(type(value), f"the value {value!r}")

@@ -11,17 +11,19 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
-from pipeline.config.document import Located, read_document
+from pipeline.config.document import Located, name_value, read_value
 from pipeline.config.section import EMPTY_PATH
 from pipeline.errors import ConfigError
 
 PATH = ("stages", "quantize", "recipe")
 KEY = ".".join(PATH)
 AUTO = "auto"
+_EMPTY: tuple[object, ...] = (None, [], {}, {"rows": []})
 
 
 def expand_recipe(tree: Located, show: Callable[[Path], str]) -> Located:
-    """The composed config with the section in place of a short form. ConfigError for a file that is not there."""
+    """The composed config with the section in place of a short form. ConfigError for a file that is not there, or holds
+    no rows."""
     found: Any = tree
     for part in PATH:
         found = found.value.get(part) if found is not None and isinstance(found.value, dict) else None
@@ -32,7 +34,7 @@ def expand_recipe(tree: Located, show: Callable[[Path], str]) -> Located:
 
 def _read(found: Located, show: Callable[[Path], str]) -> Located:
     if isinstance(found.value, list):
-        return Located({"rows": found}, found.origin)
+        return _hold_rows(found)
     if found.value == AUTO:
         return Located({"auto": Located(True, found.origin)}, found.origin)
     if not isinstance(found.value, str):
@@ -47,7 +49,18 @@ def _read(found: Located, show: Callable[[Path], str]) -> Located:
             f"{found.origin}: {KEY}: {path}: there is no such file",
             hint=f"{question}It was looked for in {Path.cwd()}; auto solves for a recipe",
         )
-    return read_document(path, show(path))
+    document = read_value(path, show(path))
+    if document.plain() in _EMPTY:
+        raise ConfigError(f"{document.origin}: holds no rows", hint='a row: - {pattern: "*.mlp.proj", method: int8}')
+    if isinstance(document.value, list):
+        return _hold_rows(document)
+    if not isinstance(document.value, dict):
+        raise ConfigError(f"{document.origin}: must hold rows, not {name_value(document.value)}")
+    return document
+
+
+def _hold_rows(rows: Located) -> Located:
+    return Located({"rows": rows}, rows.origin)
 
 
 def _nest(section: Located, found: Located) -> Located:

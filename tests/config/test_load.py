@@ -392,6 +392,8 @@ def test_a_recipe_is_a_file_a_word_or_rows(folder):
         ("*.attention.dense", "int8", None),
         ("*.mlp.*", "rtn", 64),
     ]
+    folder("r.yaml", RECIPE.replace("rows:\n", ""))
+    assert load_config("a.yaml").stages.quantize.rules == rules
     inline = "stages: {quantize: {recipe: [{pattern: x, method: none}]}}\n"
     folder("b.yaml", "extends: a.yaml\n" + inline)
     assert [row.pattern for row in load_config("b.yaml").stages.quantize.recipe.rows] == ["x"]
@@ -409,8 +411,13 @@ def test_mistakes_in_a_recipe_have_its_own_lines(folder):
     assert error.hint == "did you mean int8?"
     folder("r.yaml", RECIPE.replace("group_size", "group"))
     assert "r.yaml:3: stages.quantize.recipe.rows.1.group: is not a setting" in refuse("a.yaml").message
-    folder("r.yaml", "- {pattern: x, method: none}\n")
-    assert refuse("a.yaml").message == "r.yaml:1: must hold a map of settings, not a list"
+    folder("r.yaml", "# by hand\n- {pattern: x, method: none}\n- {pattern: y, methd: none}\n")
+    assert "r.yaml:3: stages.quantize.recipe.rows.1.methd: is not a setting" in refuse("a.yaml").message
+    folder("r.yaml", "rows\n")
+    assert refuse("a.yaml").message == "r.yaml:1: must hold rows, not the value 'rows'"
+    for empty in ("", "# by hand\n", "{}", "[]", "rows: []"):
+        folder("r.yaml", empty)
+        assert refuse("a.yaml").message == "r.yaml:1: holds no rows"
     error = refuse("a.yaml", ["stages.quantize.recipe=rr.yaml"])
     assert (
         error.message == "--set stages.quantize.recipe=rr.yaml: stages.quantize.recipe: rr.yaml: there is no such file"
