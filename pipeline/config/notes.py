@@ -102,6 +102,13 @@ def _note_unsolved(case: Case) -> str | None:
     )
 
 
+def _note_idle_budget(case: Case) -> str | None:
+    if case.quantize.budget is None or case.quantize.recipe.auto:
+        return None
+    place = case.config.locate("stages.quantize.budget")
+    return f"{place} is for `trtseek recipe` and for recipe: auto: what runs here does not read it"
+
+
 def _note_idle_rows(case: Case) -> str | None:
     idle = case.quantize.rules.idle_rows(case.kinds) if case.quantize.recipe.rows else ()
     if not idle:
@@ -131,6 +138,7 @@ NOTES: tuple[Rule, ...] = (
     Rule("nothing_to_exchange", "stages.build.lowering.moe_all_to_all", _note_lone_exchange, ""),
     Rule("exchange_has_a_price", "stages.build.lowering.moe_all_to_all", _note_exchange, ""),
     Rule("recipe_comes_later", "stages.quantize.recipe", _note_unsolved, ""),
+    Rule("idle_budget", "stages.quantize.budget", _note_idle_budget, ""),
     Rule("idle_rows", "stages.quantize.recipe", _note_idle_rows, ""),
     Rule("smaller_groups", "stages.quantize.group_size", _note_smaller_groups, ""),
 )

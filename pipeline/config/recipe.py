@@ -4,10 +4,11 @@ from __future__ import annotations
 
 from typing import Annotated, Any, Literal, Self
 
-from pydantic import Field, model_validator
+from pydantic import Field, ValidationInfo, field_validator, model_validator
+from pydantic_core import PydanticCustomError
 
 from pipeline.config.section import FilePath, Positive, Ratio, Section
-from pipeline.quantization.catalog import GroupSize
+from pipeline.quantization.catalog import FORMATS, METHODS, GroupSize
 from pipeline.quantization.options import Effort, Goal
 from pipeline.quantization.selection import Override
 
@@ -28,6 +29,20 @@ class RecipeRow(Section):
         default=None, description="Weights per scale of a grouped format; null: stages.quantize.group_size."
     )
     reason: str = Field(default="", description="Why; for people.")
+
+    @field_validator("group_size")
+    @classmethod
+    def _refuse_idle(cls, size: GroupSize | None, info: ValidationInfo) -> GroupSize | None:
+        method = info.data.get("method")  # None where it is none of them, which is told by itself
+        if (
+            size is not None
+            and method is not None
+            and not (method in METHODS and FORMATS[METHODS[method].format].grouped)
+        ):
+            raise PydanticCustomError(
+                "no_groups", "method {method} has no groups", {"method": method, "hint": "leave group_size out"}
+            )
+        return size
 
     @property
     def override(self) -> Override:

@@ -96,6 +96,7 @@ SETTINGS = [
         {"stages.quantize.recipe": {"rows": [{"pattern": "*.mlp.fc", "method": "none"}]}},
         "no linear is left to quantize: those that include names stay in 16 bits by its rows",
     ),
+    ("idle_budget", {"stages.quantize.budget": {"kl": 0.02}}, AUTO, "stages.quantize.budget is for `trtseek recipe`"),
     (
         "idle_rows",
         {"stages.quantize.recipe": {"rows": [{**ROW, "pattern": "*"}, ROW]}},

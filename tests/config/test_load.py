@@ -426,6 +426,15 @@ def test_mistakes_in_a_recipe_have_its_own_lines(folder):
     assert "must be a file, auto or a list of rows, not 3" in refuse("a.yaml", ["stages.quantize.recipe=3"]).message
 
 
+@pytest.mark.parametrize("method", ["int8", "fp8_blocks", "none"])
+def test_a_row_of_a_format_without_groups_has_no_group_size(folder, method):
+    folder("a.yaml", MINIMAL + "stages: {quantize: {recipe: r.yaml}}\n")
+    folder("r.yaml", RECIPE.replace("method: rtn", f"method: {method}"))
+    error = refuse("a.yaml")
+    assert error.message == f"r.yaml:3: stages.quantize.recipe.rows.1.group_size: method {method} has no groups"
+    assert error.hint == "leave group_size out"
+
+
 @pytest.mark.parametrize("budget", ["{}", "{kl: 0.1, size_ratio: 0.4}", "{size_ratio: 1.5}", "{kl: 0}"])
 def test_a_budget_is_one_of_three(folder, budget):
     folder("a.yaml", MINIMAL + f"stages: {{quantize: {{recipe: auto, budget: {budget}}}}}\n")
