@@ -13,6 +13,7 @@ if TYPE_CHECKING:
     from collections.abc import Mapping, Sequence
     from pathlib import Path
 
+    from pipeline.checkpoint.architecture import Architecture
     from pipeline.checkpoint.checked_headers import CheckedHeaders
     from pipeline.config.case import Case
     from pipeline.config.schema import Config
@@ -49,6 +50,7 @@ def check_source(config: Config, *, keep: bool = True, quick: bool = False) -> C
     if not quick:
         notes = (*notes, *_check_tokenizer(config.model.path / TOKENIZER, headers.architecture.vocab_size))
     _check_texts(config)
+    _check_sensitivity(config, headers.architecture)
     if keep:
         remember(config.model.path, config.headers_folder, headers)
     host_notes = list_host_notes(config)
@@ -94,6 +96,20 @@ def _check_texts(config: Config) -> None:
         from pipeline.evaluation.tasks import read_tasks
 
         read_tasks(verify.tasks, setting="stages.verify.tasks")
+
+
+def _check_sensitivity(config: Config, architecture: Architecture) -> None:
+    """What recipe: auto will solve from is a measurement of this model."""
+    quantize = config.stages.quantize
+    if quantize.sensitivity.file is None or not quantize.recipe.auto:
+        return
+    from pipeline.quantization.sensitivity_file import read_sensitivity
+
+    try:
+        read_sensitivity(quantize.sensitivity.file, architecture, quantize.rules)
+    except ConfigError as error:
+        key = config.locate("stages.quantize.sensitivity.file")
+        raise ConfigError(f"{key}: {error.message}", hint=error.hint) from error
 
 
 def check_calibration(config: Config, model: Path) -> None:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import resource
 import subprocess
 import sys
@@ -29,6 +30,32 @@ def workplace(tmp_path, monkeypatch, llama_path) -> Path:
         "  build: {max_seq_len: 128, max_batch_size: 2, max_num_tokens: 64}\n"
     )
     return tmp_path
+
+
+@pytest.fixture
+def measured(workplace, llama_path) -> Path:
+    """s.json: a sensitivity.json of the small config, made up."""
+    from pipeline.checkpoint.folder import CheckpointFolder
+    from pipeline.config.load import load_config
+    from pipeline.quantization.sensitivity_file import list_model_units
+
+    units = [
+        {
+            "layer": unit.layer,
+            "unit": unit.place,
+            "patterns": unit.patterns,
+            "weights": unit.weights,
+            "bytes": 2 * unit.weights,
+            "vector_bytes": 0,
+            "candidates": {"int8": {"kl": 0.01, "bytes": unit.weights}},
+        }
+        for unit in list_model_units(
+            CheckpointFolder.open(llama_path).architecture, load_config("small").stages.quantize.rules
+        )
+    ]
+    total = sum(unit["bytes"] for unit in units)
+    (workplace / "s.json").write_text(json.dumps({"bytes": total, "units": units}))
+    return workplace / "s.json"
 
 
 @pytest.fixture

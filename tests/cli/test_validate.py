@@ -87,6 +87,20 @@ def test_what_a_run_would_refuse_is_refused(workplace, invoke, llama_path, setti
         invoke("validate", "small", "--set", setting)
 
 
+def test_what_a_recipe_is_solved_from_is_of_this_model(measured, invoke):
+    auto = ("--set", "stages.quantize.recipe=auto", "--set", "stages.quantize.budget.kl=1")
+    measure = ("--set", "stages.quantize.sensitivity.file=s.json")
+    assert invoke("validate", "small", *auto, *measure).exit_code == 0
+    found = json.loads(measured.read_text())
+    for content, problem in (
+        (json.dumps({"a": 1}), "s.json is no sensitivity.json: it lacks 'bytes'"),
+        (json.dumps(found | {"units": found["units"][1:]}), "s.json was measured on another model"),
+    ):
+        measured.write_text(content)
+        with pytest.raises(ConfigError, match=rf"s\.json: stages\.quantize\.sensitivity\.file: {problem}"):
+            invoke("validate", "small", *auto, *measure)
+
+
 def test_a_wrong_path_is_told_where_it_was_looked_for(workplace, invoke, llama_path):
     (workplace / "model").symlink_to(llama_path)
     for setting, near in (("model.path=modle", "model"), ("stages.verify.heldout.files=[texts.txt]", "text.txt")):

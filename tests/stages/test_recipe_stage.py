@@ -13,7 +13,6 @@ from pipeline.config.load import load_config
 from pipeline.config.schema import Config
 from pipeline.errors import ConfigError
 from pipeline.quantization import sensitivity
-from pipeline.quantization.automatic import load_sensitivity, read_sensitivity
 from pipeline.stages.executor import Executor
 from pipeline.stages.graph import load_stages
 from pipeline.stages.quantize import STAGE
@@ -108,43 +107,3 @@ def test_a_recipe_counts_by_its_rows(folder: Path) -> None:
     (folder / "r.yaml").write_text(rows.replace("int8", "none"))
     assert parameters(named) != base
     assert "calibration" not in STAGE.sources(load_config("auto.yaml", [named]))
-
-
-def test_a_measurement_of_another_model_is_refused(folder: Path) -> None:
-    from pipeline.checkpoint.folder import CheckpointFolder
-
-    config = load_config("auto.yaml")
-    source = CheckpointFolder.open(Executor(config, load_stages()).run(until="convert")["convert"].path)
-    unit = {"layer": 0, "unit": "attention.qkv", "weights": 5, "bytes": 10, "vector_bytes": 0}
-    wrong = {"bytes": 10, "units": [{**unit, "patterns": [], "candidates": {}}]}
-    (folder / "s.json").write_text(json.dumps(wrong))
-    with pytest.raises(ConfigError, match=r"s.json was measured on another model, .* layer 0, attention"):
-        read_sensitivity(folder / "s.json", source, config.stages.quantize)
-    (folder / "s.json").write_text("[]")
-    with pytest.raises(ConfigError, match=r"s.json is no sensitivity.json"):
-        read_sensitivity(folder / "s.json", source, config.stages.quantize)
-
-
-@pytest.mark.parametrize(
-    ("content", "problem"),
-    [
-        (b"\xff", "is no sensitivity.json"),
-        (b"[]", "is no sensitivity.json"),
-        (b'{"bytes": 5}', "it lacks 'units'"),
-        (b'{"bytes": 5, "units": [{"layer": 0}]}', "it lacks 'weights'"),
-        (b"UNIT kl: null", "layer 0, mlp.fc holds no figures"),
-        (b"UNIT bogus: 1", "bogus is no method of this version"),
-        (b"UNIT rtn/16: 1", "rtn/16 is no group size of this version"),
-    ],
-)
-def test_what_is_no_measurement_is_named(tmp_path: Path, content: bytes, problem: str) -> None:
-    if content.startswith(b"UNIT"):
-        name, value = content.decode().removeprefix("UNIT ").split(": ")
-        candidates = {"int8" if name == "kl" else name: {"kl": json.loads(value), "bytes": 5}}
-        unit = {"layer": 0, "unit": "mlp.fc", "weights": 5, "bytes": 10, "vector_bytes": 0, "patterns": ["a"]}
-        content = json.dumps({"bytes": 10, "units": [{**unit, "candidates": candidates}]}).encode()
-    (tmp_path / "s.json").write_bytes(content)
-    with pytest.raises(ConfigError, match=problem):
-        load_sensitivity(tmp_path / "s.json")
-    with pytest.raises(ConfigError, match="none: No such file"):
-        load_sensitivity(tmp_path / "none")
