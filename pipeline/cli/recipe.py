@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 from pathlib import Path
 from typing import TYPE_CHECKING
 
@@ -19,29 +20,33 @@ if TYPE_CHECKING:
 @config_argument
 @click.option("--budget", metavar="KIND=LIMIT", help="size_ratio, bits_per_weight or kl; else stages.quantize.budget.")
 @click.option("--output", "-o", type=OutputFile(), help="The file; else <output>/<name>/recipe.yaml.")
+@click.option("--force", is_flag=True, help="Write over a file that holds something else.")
 @json_option
 def command(
-    config_file: str, overrides: tuple[str, ...], budget: str | None, output: Path | None, as_json: bool
+    config_file: str, overrides: tuple[str, ...], budget: str | None, output: Path | None, force: bool, as_json: bool
 ) -> None:
     """Solve for a recipe from measured sensitivity, and write it as YAML.
 
     Measures what `sensitivity` did not yet. The file goes where stages.quantize.recipe names one; each row says why.
+    One that is there and holds anything else, your own rows perhaps, stays as it is without --force.
     """
     from pipeline.cli.sensitivity import measure
     from pipeline.cli.source import check_source
     from pipeline.config.recipe_rules import offered_formats
-    from pipeline.quantization.automatic import load_sensitivity
+    from pipeline.quantization.catalog import NONE
     from pipeline.quantization.recipe import RECIPE, solve
-    from pipeline.text_file import write_text
+    from pipeline.quantization.sensitivity_file import read_sensitivity
 
     config = read_config(config_file, overrides)
     goal = _find_goal(config, budget)
-    check_source(config)
+    architecture = check_source(config).headers.architecture
     settings = config.stages.quantize
-    found = load_sensitivity(settings.sensitivity.file or measure(config))
+    found = read_sensitivity(settings.sensitivity.file or measure(config), architecture, settings.rules)
     recipe = solve(found, settings.method, goal, formats=offered_formats(config))
     path = output or config.run_folder / RECIPE
-    write_text(path, recipe.render())
+    _write(path, recipe.render(), force=force)
+    if set(recipe.counts) == {NONE}:
+        click.echo("note: this recipe quantizes nothing, and a run refuses it: take another budget", err=True)
     summary = {
         "file": str(path),
         "kl": recipe.kl,
@@ -55,6 +60,20 @@ def command(
     for line in recipe.render().splitlines()[:2]:
         click.echo(line.removeprefix("# "))
     click.echo(f"{path}")
+
+
+def _write(path: Path, text: str, *, force: bool) -> None:
+    from pipeline.stages.disk import explain_disk_errors
+    from pipeline.text_file import write_text
+
+    with explain_disk_errors(path.parent):
+        is_same = path.is_file() and path.read_bytes() == text.encode()
+        if os.path.lexists(path) and not (is_same or force):
+            raise ConfigError(
+                f"{path} is there, and holds something else than this recipe: it was not written",
+                hint="--force writes over it, -o FILE beside it",
+            )
+        write_text(path, text)
 
 
 def _find_goal(config: Config, budget: str | None) -> Goal:

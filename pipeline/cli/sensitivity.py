@@ -46,6 +46,7 @@ def measure(config: Config) -> Path:
     from pipeline.errors import CompatibilityError
     from pipeline.progress import make_reporter
     from pipeline.quantization.sensitivity import REPORT
+    from pipeline.stages.disk import explain_disk_errors
     from pipeline.stages.executor import Executor
     from pipeline.stages.graph import load_stages
     from pipeline.stages.sensitivity import STAGE
@@ -59,7 +60,8 @@ def measure(config: Config) -> Path:
     stages = [replace(stage, applies=lambda _: True) if stage.name == STAGE.name else stage for stage in load_stages()]
     made = Executor(config, stages, make_reporter()).run(until=STAGE.name)[STAGE.name]
     shown = config.run_folder / REPORT
-    write_text(shown, (made.path / REPORT).read_text(encoding="utf-8"))
+    with explain_disk_errors(shown.parent):
+        write_text(shown, (made.path / REPORT).read_text(encoding="utf-8"))
     return shown
 
 
