@@ -3,10 +3,10 @@
 from __future__ import annotations
 
 import codecs
-import difflib
 from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
+from pipeline.config.nearby import ABSENT, explain_absence, find_near
 from pipeline.errors import CheckpointError, ConfigError
 
 if TYPE_CHECKING:
@@ -19,6 +19,7 @@ if TYPE_CHECKING:
     from pipeline.config.schema import Config
 
 BEGIN = 1 << 16  # bytes
+TEXT = "name a file of text, UTF-8"
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -67,7 +68,8 @@ def _check_model(config: Config) -> None:
         raise CheckpointError(
             f"{key}: {path} is a file; the model is the folder it is in", hint=f"set model.path: {path.parent}"
         )
-    raise CheckpointError(f"{key}: {path}: there is no such folder", hint=_suggest_path(path, folders=True))
+    what = explain_absence(path) if path.is_symlink() else "there is no such folder"
+    raise CheckpointError(f"{key}: {path}: {what}", hint=_suggest_path(path, folders=True))
 
 
 def _check_tokenizer(file: Path, vocab_size: int) -> list[str]:
@@ -136,10 +138,11 @@ def _check_files(config: Config, texts: Mapping[str, Sequence[Path]]) -> None:
         for file in files:
             if file.is_file():
                 if problem := _find_problem(file):
-                    raise ConfigError(f"{config.locate(key)}: {file} {problem}", hint="name a file of text, UTF-8")
+                    raise ConfigError(f"{config.locate(key)}: {file} {problem}", hint=TEXT)
                 continue
-            what = "is not a file" if file.exists() else "there is no such file"
-            raise ConfigError(f"{config.locate(key)}: {file}: {what}", hint=_suggest_path(file, folders=False))
+            what = explain_absence(file)
+            hint = _suggest_path(file, folders=False) if what == ABSENT else TEXT
+            raise ConfigError(f"{config.locate(key)}: {file}: {what}", hint=hint)
 
 
 def _find_problem(file: Path) -> str | None:
@@ -159,7 +162,6 @@ def _suggest_path(path: Path, *, folders: bool) -> str:
     if not path.is_absolute():
         looked = f"looked for in {path.cwd()}: paths are relative to the current folder, only extends: to its file's"
     parent = next(folder for folder in path.parents if folder.is_dir())
-    known = [entry.name for entry in parent.iterdir() if entry.is_dir() == folders]
-    near = difflib.get_close_matches(path.relative_to(parent).parts[0], known, n=1)
-    question = f"did you mean {parent / near[0]}?" if near else ""
+    near = find_near(path.relative_to(parent).parts[0], parent, folders=folders)
+    question = f"did you mean {parent / near}?" if near else ""
     return "\n".join(filter(None, (question, looked))) or f"{parent} holds nothing of a similar name"

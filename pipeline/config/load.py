@@ -13,6 +13,7 @@ from pydantic import ValidationError
 from pipeline.config.document import Located, Origin, parse, read_document
 from pipeline.config.explain import explain
 from pipeline.config.lowerings import choose_lowerings
+from pipeline.config.nearby import ABSENT, explain_absence, find_near
 from pipeline.config.recipe_file import expand_recipe
 from pipeline.config.schema import Config
 from pipeline.config.section import EMPTY_PATH
@@ -67,14 +68,14 @@ def find_config(path: str | Path) -> Path:
 def _explain_absence(path: Path) -> str:
     if not path.name:
         return "no config is named"
-    if path.is_dir():
-        return f"{path} is a folder, where a config file is wanted"
-    return f"{path}: there is no such file, here or in {FOLDER}/"
+    if (what := explain_absence(path)) != ABSENT:
+        return f"{path} {what}"
+    return f"{path}: {ABSENT}, here or in {FOLDER}/"
 
 
 def _list_configs(wanted: str) -> str:
     """The configs there are, one to a line, after the one whose name is nearest."""
-    known = sorted(file.name for file in FOLDER.glob("*.yaml"))
+    known = sorted(file.name for file in FOLDER.glob("*.yaml") if file.is_file())
     if not known:
         return f"{Path.cwd()} has no {FOLDER}/*.yaml: give the file's path, or go to the folder that holds {FOLDER}/"
     stem = wanted.removesuffix(".yml").removesuffix(".yaml")
@@ -104,10 +105,10 @@ class _Composer:
         for name in _list_names(extends):
             base = file.parent / name.value
             if not base.is_file():
-                near = difflib.get_close_matches(base.name, [other.name for other in base.parent.glob("*.yaml")], n=1)
-                question = f"did you mean {Path(name.value).with_name(near[0])}? " if near else ""
+                near = find_near(base.name, base.parent, "*.yaml")
+                question = f"did you mean {Path(name.value).with_name(near)}? " if near else ""
                 raise ConfigError(
-                    f"{name.origin}: extends: {name.value}: there is no such file",
+                    f"{name.origin}: extends: {name.value}: {explain_absence(base)}",
                     hint=f"{question}It was looked for in {base.parent.resolve()}: extends: is relative to its file",
                 )
             tree = self.read(base, (*chain, resolved))

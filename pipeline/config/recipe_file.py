@@ -6,12 +6,12 @@ its own line.
 
 from __future__ import annotations
 
-import difflib
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
 from pipeline.config.document import Located, name_value, read_value
+from pipeline.config.nearby import explain_absence, find_near
 from pipeline.config.section import EMPTY_PATH
 from pipeline.errors import ConfigError
 
@@ -43,10 +43,10 @@ def _read(found: Located, show: Callable[[Path], str]) -> Located:
         raise ConfigError(f"{found.origin}: {KEY}: is empty", hint=EMPTY_PATH)
     path = Path(found.value)
     if not path.is_file():
-        near = difflib.get_close_matches(path.name, [file.name for file in path.parent.glob("*.yaml")], n=1)
-        question = f"did you mean {path.with_name(near[0])}? " if near else ""
+        near = find_near(path.name, path.parent, "*.yaml")
+        question = f"did you mean {path.with_name(near)}? " if near else ""
         raise ConfigError(
-            f"{found.origin}: {KEY}: {path}: there is no such file",
+            f"{found.origin}: {KEY}: {path}: {explain_absence(path)}",
             hint=f"{question}It was looked for in {Path.cwd()}; auto solves for a recipe",
         )
     document = read_value(path, show(path))

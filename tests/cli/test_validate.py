@@ -1,4 +1,5 @@
 import json
+import os
 import shutil
 import subprocess
 import sys
@@ -68,7 +69,10 @@ def test_is_quick(workplace, cpu_seconds):
     ("setting", "kind", "message"),
     [
         ("stages.verify.heldout.files=[texts.txt]", ConfigError, r"heldout.files: texts.txt: there is no such file"),
-        ("stages.quantize.calibration.files=[configs]", ConfigError, r"calibration.files: configs: is not a file"),
+        ("stages.quantize.calibration.files=[configs]", ConfigError, r"calibration.files: configs: is a folder"),
+        ("stages.verify.heldout.files=[pipe]", ConfigError, r"heldout.files: pipe: is no regular file"),
+        ("stages.verify.heldout.files=[link]", ConfigError, r"link: is a link to nothing \(nowhere\)"),
+        ("stages.verify.heldout.files=[/dev/zero]", ConfigError, r"/dev/zero: is no regular file"),
         ("stages.quantize.calibration.files=[empty.txt]", ConfigError, r"empty.txt is empty"),
         ("stages.quantize.calibration.files=[latin.txt]", ConfigError, r"latin.txt is not UTF-8 \(byte 3: "),
         ("stages.verify.heldout.files=[latin.txt]", ConfigError, r"heldout.files: latin.txt is not UTF-8"),
@@ -76,6 +80,7 @@ def test_is_quick(workplace, cpu_seconds):
         ("stages.quantize.sensitivity.file=none", ConfigError, r"sensitivity.file: none: there is no such file"),
         ("target.parallel.tensor=3", CompatibilityError, r"target.parallel: tensor parallel size 3 does not divide"),
         ("model.path=modle", CheckpointError, r"model.path: modle: there is no such folder"),
+        ("model.path=link", CheckpointError, r"model.path: link: is a link to nothing \(nowhere\)"),
         ("model.path=model/config.json", CheckpointError, r"model/config.json is a file; the model is the folder"),
     ],
 )
@@ -83,8 +88,12 @@ def test_what_a_run_would_refuse_is_refused(workplace, invoke, llama_path, setti
     (workplace / "model").symlink_to(llama_path)
     (workplace / "empty.txt").touch()
     (workplace / "latin.txt").write_bytes(b"caf\xe9 au lait")
-    with pytest.raises(kind, match=message):
+    (workplace / "link").symlink_to("nowhere")
+    os.mkfifo(workplace / "pipe")
+    with pytest.raises(kind, match=message) as caught:
         invoke("validate", "small", "--set", setting)
+    given = setting.partition("=")[2].strip("[]")
+    assert f"did you mean {given}?" not in caught.value.hint
 
 
 def test_what_a_recipe_is_solved_from_is_of_this_model(measured, invoke):

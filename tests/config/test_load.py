@@ -62,7 +62,7 @@ def test_a_missing_file_has_a_nearest_name(folder, tmp_path):
     for wrong in ("a100-int.yaml", "a100-int", "configs/a100_int4.yaml"):
         assert refuse(wrong).hint.splitlines()[0] == "did you mean a100-int4.yaml? configs/ holds"
     assert refuse("").message == "no config is named"
-    assert refuse("configs").message == "configs is a folder, where a config file is wanted"
+    assert refuse("configs").message == "configs is a folder, where a file is wanted"
     (tmp_path / "configs" / "a100-int4.yaml").unlink()
     (tmp_path / "configs" / "base.yaml").unlink()
     assert str(tmp_path) in refuse("a100").hint
@@ -102,7 +102,18 @@ def test_files_that_double_are_refused(folder):
 def test_a_missing_base_is_named_with_its_line(folder, value):
     folder("a.yaml", f"{MINIMAL}extends: {value}\n")
     name = value.strip("[]")
-    assert refuse("a.yaml").message == f"a.yaml:3: extends: {name}: there is no such file"
+    what = "is a folder, where a file is wanted" if name == "." else "there is no such file"
+    assert refuse("a.yaml").message == f"a.yaml:3: extends: {name}: {what}"
+
+
+@pytest.mark.parametrize("line", ["extends: r.yaml", "stages: {quantize: {recipe: r.yaml}}"])
+def test_what_is_no_file_is_not_suggested(folder, tmp_path, line):
+    folder("a.yaml", f"{MINIMAL}{line}\n")
+    (tmp_path / "r.yaml").symlink_to("nowhere.yaml")
+    error = refuse("a.yaml")
+    assert error.message.endswith(": r.yaml: is a link to nothing (nowhere.yaml)")
+    assert "did you mean r.yaml" not in error.hint
+    assert refuse("r.yaml").message == "r.yaml is a link to nothing (nowhere.yaml)"
 
 
 def test_extends_must_be_names(folder):
