@@ -2,10 +2,13 @@
 
 from __future__ import annotations
 
+import json
 from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
     from collections.abc import Mapping
+
+LONGEST = 60  # characters that a value is spelled in
 
 
 def explain_change(old: Mapping[str, Any], new: Mapping[str, Any]) -> list[str]:
@@ -35,14 +38,19 @@ def _keys(*mappings: Mapping[str, Any] | None) -> list[str]:
 
 
 def explain_values(old: Any, new: Any, path: str = "") -> list[str]:
-    """What differs between two nested values: "group.size: 128 → 64"."""
+    """What differs between two nested values: "group.size: 128 → 64", "files.0.weight: unset → 2"."""
+    if _holds_maps(old) and _holds_maps(new) and len(old) == len(new):
+        pairs = enumerate(zip(old, new, strict=True))
+        return _shorten([line for i, pair in pairs for line in explain_values(*pair, f"{path}.{i}")], path)
     if isinstance(old, dict) and isinstance(new, dict):
         return [
             line
             for key in _keys(old, new)
             for line in explain_values(old.get(key), new.get(key), f"{path}.{key}" if path else key)
         ]
-    return [] if old == new else [f"{path}: {_spell(old)} → {_spell(new)}"]
+    # As JSON: a record that was read again has lists where a new one has tuples.
+    is_same = json.dumps(old, sort_keys=True) == json.dumps(new, sort_keys=True)
+    return [] if is_same else [f"{path}: {_spell_both(old, new)}"]
 
 
 def _explain_files(source: str, old: list[list[str]], new: list[list[str]]) -> list[str]:
@@ -56,11 +64,33 @@ def _explain_files(source: str, old: list[list[str]], new: list[list[str]]) -> l
     lines += [f"{source}: {name} changed" for name in after if before.get(name, after[name]) != after[name]]
     if not lines and old != new:
         lines.append(f"{source}: the order of its files changed")
-    return lines if len(lines) <= 3 else [*lines[:2], f"{source}: {len(lines) - 2} more files changed"]
+    return _shorten(lines, source)
+
+
+def _shorten(lines: list[str], path: str) -> list[str]:
+    return lines if len(lines) <= 3 else [*lines[:2], f"{path}: {len(lines) - 2} more changed"]
+
+
+def _holds_maps(value: Any) -> bool:
+    return isinstance(value, list | tuple) and any(isinstance(item, dict) for item in value)
+
+
+def _spell_both(old: Any, new: Any) -> str:
+    """Of long ones the part that differs."""
+    before, after = _spell(old), _spell(new)
+    pairs = enumerate(zip(before, after, strict=False))
+    same = next((i for i, (one, other) in pairs if one != other), min(len(before), len(after)))
+    start = 0 if max(len(before), len(after)) <= LONGEST or same <= LONGEST // 2 else same - LONGEST // 4
+    return f"{_cut(before, start)} → {_cut(after, start)}"
+
+
+def _cut(text: str, start: int) -> str:
+    text = f"…{text[start:]}" if start else text
+    return text if len(text) <= LONGEST else text[: LONGEST - 1] + "…"
 
 
 def _spell(value: Any) -> str:
+    """As YAML takes it, on one line."""
     if value is None:
         return "unset"
-    text = str(value).lower() if isinstance(value, bool) else str(value)
-    return text if len(text) <= 60 else text[:57] + "…"
+    return value if isinstance(value, str) else json.dumps(value, ensure_ascii=False)
