@@ -10,6 +10,7 @@ from typing import Literal
 from pipeline.errors import GateError
 
 Relation = Literal["<=", ">="]
+DIGITS = 17  # that tell any two floats apart
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -33,11 +34,14 @@ class Gate:
             return False
         return self.value <= self.bound if self.relation == "<=" else self.value >= self.bound
 
+    @property
+    def limit(self) -> str:
+        return "off" if self.bound is None else f"{self.relation} {spell_bound(self.bound)}"
+
     def describe(self) -> str:
         verdict = {True: "pass", False: "FAIL", None: "skip"}[self.passed]
-        limit = "off" if self.bound is None else f"{self.relation} {self.bound:.3g}"
-        value = "-" if self.value is None else f"{self.value:.4g}"
-        return f"{verdict}  {self.name:<20} {value:<10} {limit:<12} {self.meaning}"
+        value = "-" if self.value is None else spell_value(self.value, self.bound)
+        return f"{verdict}  {self.name:<20} {value:<10} {self.limit:<12} {self.meaning}"
 
     def to_json(self) -> dict[str, object]:
         return {
@@ -60,9 +64,8 @@ def enforce(gates: Sequence[Gate], report: str) -> None:
     lines = [f"{len(failed)} of {judged} verification gates failed (report: {report})"]
     for gate in failed:
         blame = f"; {gate.blame}" if gate.blame else ""
-        lines.append(
-            f"  {gate.name}: {_spell(gate.value)}, must be {gate.relation} {gate.bound:.3g} ({gate.meaning}){blame}"
-        )
+        value = "not measured" if gate.value is None else spell_value(gate.value, gate.bound)
+        lines.append(f"  {gate.name}: {value}, must be {gate.limit} ({gate.meaning}){blame}")
     raise GateError(
         "\n".join(lines),
         hint="quality gates: quantize fewer linears (stages.quantize.exclude), a smaller group_size or more "
@@ -70,5 +73,18 @@ def enforce(gates: Sequence[Gate], report: str) -> None:
     )
 
 
-def _spell(value: float | None) -> str:
-    return "not measured" if value is None else f"{value:.4g}"
+def spell_bound(bound: float) -> str:
+    """As it was written."""
+    return f"{bound:.12g}"
+
+
+def spell_value(value: float, bound: float | None) -> str:
+    """In four digits, or as many as it takes to be on its own side of the bound."""
+    texts = (f"{value:.{digits}g}" for digits in range(4, DIGITS + 1))
+    if bound is None or not math.isfinite(value):
+        return next(texts)
+    return next(text for text in texts if _compare(float(text), bound) == _compare(value, bound))
+
+
+def _compare(value: float, bound: float) -> int:
+    return (value > bound) - (value < bound)

@@ -22,7 +22,7 @@ if TYPE_CHECKING:
     from pipeline.config.schema import Config
 
 PAGE = "report.html"
-VERSION = 4  # of the page; one of another version is written again
+VERSION = 5  # of the page; one of another version is written again
 DOCUMENTS = {"verify": "verify.json", "quantize": "quantization.json"}
 
 

@@ -3,7 +3,7 @@ import math
 import pytest
 
 from pipeline.errors import GateError
-from pipeline.evaluation.gates import Gate, enforce
+from pipeline.evaluation.gates import Gate, enforce, spell_bound, spell_value
 
 
 def gate(value: float, bound: float | None, relation: str = "<=", blame: str = "") -> Gate:
@@ -27,6 +27,27 @@ def test_a_gate_holds_a_value_against_its_bound(
     value: float, bound: float | None, relation: str, passed: bool | None
 ) -> None:
     assert gate(value, bound, relation).passed is passed
+
+
+@pytest.mark.parametrize(
+    ("value", "bound", "spelled"),
+    [
+        (1.00213, 1.001, "1.002 1.001"),
+        (1.0012, 1.001, "1.0012 1.001"),
+        (0.89999999, 0.9, "0.89999999 0.9"),
+        (1.001, 1.001, "1.001 1.001"),
+        (0.1 + 0.2, 0.3, "0.30000000000000004 0.3"),
+        (0.123456, 0.2, "0.1235 0.2"),
+        (math.nan, 1e-4, "nan 0.0001"),
+    ],
+)
+def test_a_value_is_told_from_its_bound(value: float, bound: float, spelled: str) -> None:
+    assert f"{spell_value(value, bound)} {spell_bound(bound)}" == spelled
+    described = gate(value, bound).describe().split()
+    assert described[2:5] == [spelled.split()[0], "<=", spelled.split()[1]]
+    if gate(value, bound).passed is False:
+        with pytest.raises(GateError, match=rf"{spelled.split()[0]}, must be <= {spelled.split()[1]} "):
+            enforce([gate(value, bound)], "report.json")
 
 
 def test_enforce_lets_passed_and_skipped_gates_through() -> None:

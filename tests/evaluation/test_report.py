@@ -63,7 +63,7 @@ def run_document() -> dict[str, Any]:
             "meaning": HOSTILE,
             "blame": LONG,
         }
-        for i, (value, bound, passed) in enumerate([(0.1, 0.2, True), ("nan", 0.2, False), (None, None, None)])
+        for i, (value, bound, passed) in enumerate([(1.00099, 1.001, True), ("nan", 0.2, False), (None, None, None)])
     ]
     cells = [
         {
@@ -195,6 +195,7 @@ def test_everything_is_there(seen: dict[str, Any]) -> None:
     assert run["rows"] == (1 + 3) + (1 + 3) + (1 + 5) + (1 + 1) + (1 + 2)  # gates, checkpoints, groups, tasks, layers
     for words in (
         "1 of 2 gates failed: gate_1@8192; 1 off",
+        "1.00099\t≤ 1.001",
         "3.5 s, 10 MB of files",
         "90.0 s (failed)",
         "10 GB",

@@ -7,6 +7,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 import pipeline
+from pipeline.evaluation.gates import spell_bound, spell_value
 from pipeline.evaluation.report.figures import (
     Plot,
     plot_checkpoints,
@@ -151,8 +152,8 @@ def _describe_sample(sample: Document) -> dict[str, Any]:
 
 def _describe_gate(gate: Document) -> dict[str, str]:
     kind, verdict = VERDICTS[gate["passed"]]
-    bound = "none" if gate["bound"] is None else f"{gate['relation']} {spell_number(gate['bound'], '.3g')}"
-    value = "not measured" if gate["value"] is None else spell_number(gate["value"], ".4g")
+    bound = "none" if gate["bound"] is None else f"{gate['relation']} {spell_bound(gate['bound'])}"
+    value = "not measured" if gate["value"] is None else spell_value(float(gate["value"]), gate["bound"])
     blame = gate["blame"] if gate["passed"] is False else ""
     return {
         "name": gate["name"],
