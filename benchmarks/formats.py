@@ -7,6 +7,7 @@ rounded as declared.
 
 from __future__ import annotations
 
+import argparse
 import math
 import shutil
 import sys
@@ -32,7 +33,15 @@ FP8_BAR = 0.1  # of round-to-nearest INT4's loss
 WINDOW = 256
 
 
-def main(tokens: int, methods: Sequence[str]) -> bool:
+def main(arguments: Sequence[str] | None = None) -> int:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("tokens", nargs="?", type=int, default=8192, help="of each held-out text")
+    parser.add_argument("methods", nargs="*", default=METHODS, help=f"else {' '.join(METHODS)}")
+    options = parser.parse_args(arguments)
+    return 0 if measure(options.tokens, options.methods) else 1
+
+
+def measure(tokens: int, methods: Sequence[str]) -> bool:
     shutil.rmtree(FOLDER, ignore_errors=True)
     progress = make_reporter()
     original = _workspace("original")
@@ -74,5 +83,4 @@ def _workspace(name: str) -> FolderWorkspace:
 
 
 if __name__ == "__main__":
-    wanted = sys.argv[2:] or METHODS
-    sys.exit(0 if main(int(sys.argv[1]) if len(sys.argv) > 1 else 8192, wanted) else 1)
+    sys.exit(main())
