@@ -30,6 +30,7 @@ if TYPE_CHECKING:
 MAX_HEADER = 10_000_000
 MAX_ELEMENTS = 2**62  # beyond this, strides overflow in what reads the tensor later
 DAMAGED = "the file is damaged or was cut short; download or copy it again"
+LFS = b"version https://git-lfs.github.com/spec/v1"  # how a file begins that stands for the one to be pulled
 METADATA = "__metadata__"
 KEYS = {"dtype", "shape", "data_offsets"}
 
@@ -70,6 +71,8 @@ def _read_text(path: Path) -> tuple[bytes, int]:
             if len(prefix) < 8:
                 _fail(path, f"{size} bytes are too few for a safetensors file")
             (length,) = struct.unpack("<Q", prefix)
+            if length > size - 8 and (prefix + file.read(len(LFS))).startswith(LFS):
+                _fail(path, "is a Git LFS pointer, not the file itself", hint="run `git lfs pull` in its repository")
             if length > size - 8:
                 _fail(path, f"its header claims {length} bytes, the file has {size}")
             if length > MAX_HEADER:

@@ -192,6 +192,14 @@ def test_bad_file_is_refused(name: str, tmp_path: Path) -> None:
     assert caught.value.hint
 
 
+def test_a_git_lfs_pointer_is_told_how_to_become_the_file(tmp_path: Path) -> None:
+    path = tmp_path / "pointer.safetensors"
+    path.write_text("version https://git-lfs.github.com/spec/v1\noid sha256:4d7a\nsize 7\n")
+    with pytest.raises(CheckpointError, match="pointer.safetensors: is a Git LFS pointer") as caught:
+        SafetensorsFile(path)
+    assert "git lfs pull" in caught.value.hint
+
+
 def test_pipe_and_missing_file_are_refused(tmp_path: Path) -> None:
     os.mkfifo(tmp_path / "pipe.safetensors")
     with pytest.raises(CheckpointError, match="not a regular file"):
