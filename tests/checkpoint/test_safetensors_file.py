@@ -195,7 +195,7 @@ def test_bad_file_is_refused(name: str, tmp_path: Path) -> None:
 def test_a_git_lfs_pointer_is_told_how_to_become_the_file(tmp_path: Path) -> None:
     path = tmp_path / "pointer.safetensors"
     path.write_text("version https://git-lfs.github.com/spec/v1\noid sha256:4d7a\nsize 7\n")
-    with pytest.raises(CheckpointError, match="pointer.safetensors: is a Git LFS pointer") as caught:
+    with pytest.raises(CheckpointError, match=r"pointer\.safetensors: is a Git LFS pointer") as caught:
         SafetensorsFile(path)
     assert "git lfs pull" in caught.value.hint
 
