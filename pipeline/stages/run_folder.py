@@ -15,6 +15,7 @@ from pipeline.errors import StoreError
 from pipeline.stages.disk import explain_disk_errors
 from pipeline.stages.roots import RUN, register
 from pipeline.stages.sealed import seal, unseal
+from pipeline.text_file import write_text
 
 if TYPE_CHECKING:
     from pathlib import Path
@@ -41,10 +42,7 @@ class RunFolder:
     def write(self, name: str, stages: dict[str, Any]) -> None:
         """Replaces run.json at once, never in part."""
         with explain_disk_errors(self.path):
-            self.path.mkdir(parents=True, exist_ok=True)
-            draft = self.path / f".run-{uuid.uuid4().hex}"
-            draft.write_text(seal({"format": FORMAT, "name": name, "stages": stages}), encoding="utf-8")
-            draft.rename(self.path / RUN)
+            write_text(self.path / RUN, seal({"format": FORMAT, "name": name, "stages": stages}))
 
     def link(self, name: str, target: Path) -> None:
         """Points `name` at `target` with a relative link, so that the output folder can be moved as a whole."""
@@ -58,8 +56,11 @@ class RunFolder:
             if self._store is not None:
                 register(self._store, self.path)
             draft = self.path / f".link-{uuid.uuid4().hex}"
-            draft.symlink_to(relative)
-            draft.rename(link)
+            try:
+                draft.symlink_to(relative)
+                draft.rename(link)
+            finally:
+                draft.unlink(missing_ok=True)
 
     def unlink(self, name: str) -> None:
         link = self.path / name

@@ -15,7 +15,7 @@ def explain(folder, error):
 
 
 @pytest.mark.parametrize("number", [errno.EACCES, errno.EPERM, errno.EROFS])
-@pytest.mark.parametrize("name", [".probe-1", ".run-2"])
+@pytest.mark.parametrize("name", [".probe-1", ".run.json-2"])
 def test_names_the_folder_that_the_user_knows(tmp_path, number, name):
     message = explain(tmp_path, OSError(number, os.strerror(number), str(tmp_path / name)))
     assert message.split(" is ")[0] == str(tmp_path)

@@ -162,7 +162,7 @@ def refuse_writing(monkeypatch):
 def test_what_is_cached_and_shown_needs_no_writing(tmp_path, refuse_writing):
     config = make_config(tmp_path)
     run(config)
-    refuse_writing(".run-")
+    refuse_writing(".run.json-")
     work, notes = run(config)
     assert work == []
     assert notes.outcomes == {"copy": "cached", "upper": "cached", "link": "cached"}
