@@ -9,25 +9,25 @@ from pipeline.quantization.catalog import FOREIGN_FORMATS, FORMATS, METHODS
 from pipeline.quantization.selection import Decision
 
 if TYPE_CHECKING:
-    from collections.abc import Sequence
-
     from pipeline.config.case import Case
 
 FIRST_AMPERE = 80
 FP8_FORMATS = ("fp8", "fp8_blocks", "int4_fp8")
-
-
 FP8_METHODS = tuple(name for name, row in METHODS.items() if row.format in FP8_FORMATS)
 W4A8 = "awq_fp8"
 
 
 def find_fp8(case: Case) -> str | None:
-    method = next((name for name in FP8_METHODS if name in case.quantize.rules.methods), None)
+    method = _find_fp8_method(case)
     return method and _refuse_fp8(case, f"method {method}")
 
 
 def place_fp8(case: Case) -> str:
-    return _place(case, FP8_METHODS, otherwise="target.gpu")
+    return _place(case, _find_fp8_method(case), otherwise="target.gpu")
+
+
+def _find_fp8_method(case: Case) -> str | None:
+    return next((name for name in FP8_METHODS if name in case.quantize.rules.methods), None)
 
 
 def find_fp8_source(case: Case) -> str | None:
@@ -40,10 +40,10 @@ def _refuse_fp8(case: Case, what: str) -> str | None:
     return f"{what} needs FP8 tensor cores, SM89 or later; the {case.gpu.name} is SM{case.gpu.sm}"
 
 
-def _place(case: Case, methods: Sequence[str], *, otherwise: str) -> str:
-    """The recipe's first row that has one of the methods; `otherwise` where none does: stages.quantize.method has."""
+def _place(case: Case, method: str | None, *, otherwise: str) -> str:
+    """The recipe's first row of a method; `otherwise` where none has it: then stages.quantize.method does."""
     rows = case.quantize.recipe.rows
-    row = next((index for index, row in enumerate(rows) if row.method in methods), None)
+    row = next((index for index, row in enumerate(rows) if row.method == method), None)
     return otherwise if row is None else f"stages.quantize.recipe.rows.{row}.method"
 
 
@@ -55,7 +55,7 @@ def find_foreign_method(case: Case) -> str | None:
 
 
 def place_w4a8(case: Case) -> str:
-    return _place(case, (W4A8,), otherwise="stages.quantize.method")
+    return _place(case, W4A8, otherwise="stages.quantize.method")
 
 
 def find_bf16(case: Case) -> str | None:
