@@ -28,7 +28,7 @@ def command(
     """Solve for a recipe from measured sensitivity, and write it as YAML.
 
     Measures what `sensitivity` did not yet. The file goes where stages.quantize.recipe names one; each row says why.
-    One that is there and holds anything else, your own rows perhaps, stays as it is without --force.
+    One that is there and was edited, or holds anything else, stays as it is without --force.
     """
     from pipeline.cli.sensitivity import measure
     from pipeline.cli.source import check_source
@@ -63,14 +63,15 @@ def command(
 
 
 def _write(path: Path, text: str, *, force: bool) -> None:
+    from pipeline.quantization.recipe import is_edited
     from pipeline.stages.disk import explain_disk_errors
     from pipeline.text_file import write_text
 
     with explain_disk_errors(path.parent):
-        is_same = path.is_file() and path.read_bytes() == text.encode()
-        if os.path.lexists(path) and not (is_same or force):
+        solved = path.is_file() and not is_edited(path.read_text(encoding="utf-8", errors="replace"))
+        if os.path.lexists(path) and not (solved or force):
             raise ConfigError(
-                f"{path} is there, and holds something else than this recipe: it was not written",
+                f"{path} is there, and holds something else than a recipe as it was solved: it was not written",
                 hint="--force writes over it, -o FILE beside it",
             )
         write_text(path, text)

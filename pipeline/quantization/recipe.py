@@ -7,6 +7,7 @@ other, they are independent (HAWQ-V2, Dong et al., arXiv 1911.03852, adds up in 
 from __future__ import annotations
 
 import json
+import zlib
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
@@ -18,6 +19,7 @@ from pipeline.quantization.options import Candidate, Goal
 from pipeline.quantization.selection import Override
 
 RECIPE = "recipe.yaml"
+SUM = "# As it was solved: "  # the last line, with a checksum of those before
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -54,7 +56,14 @@ class Recipe:
                 values["group_size"] = row.override.group_size
             fields = ", ".join(f"{key}: {_scalar(value)}" for key, value in (*values.items(), ("reason", row.reason)))
             lines.append(f"  - {{{fields}}}")
-        return "\n".join(lines) + "\n"
+        text = "\n".join(lines) + "\n"
+        return f"{text}{SUM}{zlib.crc32(text.encode()):08x}\n"
+
+
+def is_edited(text: str) -> bool:
+    """Whether a recipe's file is anything else than what `Recipe.render` once wrote."""
+    body, _, found = text.rpartition(SUM)
+    return found != f"{zlib.crc32(body.encode()):08x}\n"
 
 
 @dataclass(frozen=True, slots=True)

@@ -24,7 +24,9 @@ def test_what_was_edited_is_kept(recipe):
     for options, file in ((("-o", "r.yaml"), Path("r.yaml")), ((), Path("out/small/recipe.yaml"))):
         recipe("--budget", "size_ratio=0.9", *options)
         solved = file.read_text()
-        recipe("--budget", "size_ratio=0.9", *options)  # the same again
+        recipe("--budget", "size_ratio=0.8", *options)  # another, over what nobody touched
+        assert file.read_text() != solved
+        recipe("--budget", "size_ratio=0.9", *options)
         file.write_text(solved + "# by hand\n")
         with pytest.raises(ConfigError, match=rf"{file} is there, and holds something else") as caught:
             recipe("--budget", "size_ratio=0.9", *options)
