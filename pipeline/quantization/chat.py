@@ -19,12 +19,13 @@ if TYPE_CHECKING:
     from collections.abc import Sequence
     from pathlib import Path
 
-    from jinja2 import Template
+    from jinja2 import Environment
 
-    from pipeline.quantization.messages import Message
+    from pipeline.quantization.messages import Message, Tools
 
 # Where transformers looks for a tokenizer's templates before its config (chat_template.json is for processors only).
 FILE, BESIDE = "chat_template.jinja", "additional_chat_templates"
+DEFAULT, TOOL_USE = "default", "tool_use"  # of several templates; the other where a chat has tools
 ROLES = ("system", "user", "assistant", "tool")  # that a template may know
 TOKENS = tuple(f"{kind}_token" for kind in ("bos", "eos", "unk", "sep", "pad", "cls", "mask"))
 # What transformers' templates may mark besides jinja's own statements: where the assistant speaks.
@@ -38,27 +39,32 @@ class ChatTemplate:
 
     def __init__(self, folder: Path, *, quick: bool = False) -> None:
         self.folder, self.quick = folder, quick
-        self._left_out: dict[tuple[tuple[str, str], ...], int | None] = {}  # by a chat's roles and kinds of content
+        self._left_out: dict[tuple[object, ...], int | None] = {}  # by a chat's roles, kinds of content, and tools
 
-    def render(self, messages: list[Message]) -> str:
+    def render(self, messages: list[Message], tools: Tools = None) -> str:
         """The conversation's text, without a prompt for another answer. ValueError says why the template refuses it, or
-        which message has no text or leaves none."""
+        which message has no text or leaves none. `tools` that the template passes over the model never sees."""
         for i, message in enumerate(messages):
             check_message(message, i + 1)
-        text = self._apply(messages)
-        shape = tuple((message["role"], name_kind(message)) for message in messages)
+        try:
+            text = self._apply(messages, tools)
+        except ValueError:
+            # A template that knows no calls stumbles over what has nothing else.
+            said = [{**message, "content": message.get("content") or ""} for message in messages]
+            if said != messages:
+                self._refuse(said, self._find_left_out(said, tools), tools)
+            raise
+        shape = (tools is None, *((message["role"], name_kind(message)) for message in messages))
         if shape not in self._left_out:
-            self._left_out[shape] = self._find_left_out(messages)
-        left_out = self._left_out[shape]
-        if left_out is not None:
-            raise ValueError(self._explain(messages[left_out], left_out + 1))
+            self._left_out[shape] = self._find_left_out(messages, tools)
+        self._refuse(messages, self._left_out[shape], tools)
         return text
 
-    def _apply(self, messages: Sequence[Message]) -> str:
+    def _apply(self, messages: Sequence[Message], tools: Tools) -> str:
         from jinja2 import TemplateError, TemplateSyntaxError
 
         try:
-            return self._render_quickly(messages) if self.quick else self._render(messages)
+            return self._render_quickly(messages, tools) if self.quick else self._render(messages, tools)
         except TemplateSyntaxError as error:
             raise QuantizationError(
                 f"{self.folder}: line {error.lineno} of the tokenizer's chat template is broken: {error.message}",
@@ -67,12 +73,12 @@ class ChatTemplate:
         except (TemplateError, TypeError, KeyError, ValueError) as error:
             raise ValueError(f"the model's chat template refuses it: {error}") from error
 
-    def _find_left_out(self, messages: Sequence[Message]) -> int | None:
+    def _find_left_out(self, messages: Sequence[Message], tools: Tools) -> int | None:
         """The first message that is not in the rendering, told by words put in its place: of the text itself a template
         may keep a part, as of an answer what follows the reasoning."""
         words = [f"(message {i} in its place)" for i in range(len(messages))]
         try:
-            text = self._apply([replace_words(message, word) for message, word in zip(messages, words, strict=True)])
+            text = self._apply([replace_words(*each) for each in zip(messages, words, strict=True)], tools)
         except ValueError:
             return None  # a template that looks into the text
         text = text.lower()  # templates may write capitals
@@ -82,9 +88,14 @@ class ChatTemplate:
                 return i
         return None
 
-    def _explain(self, message: Message, number: int) -> str:
+    def _refuse(self, messages: Sequence[Message], left_out: int | None, tools: Tools) -> None:
+        """ValueError where a message is left out."""
+        if left_out is not None:
+            raise ValueError(self._explain(messages[left_out], left_out + 1, tools))
+
+    def _explain(self, message: Message, number: int, tools: Tools) -> str:
         role = message["role"]
-        knows = [known for known in ROLES if self._knows(known)]
+        knows = [known for known in ROLES if self._knows(known, tools)]
         if role in knows and name_kind(message) == "parts":
             return f"the model's chat template takes no list as the content of message {number}: write its text"
         if role in knows and name_kind(message) == "calls":
@@ -92,24 +103,25 @@ class ChatTemplate:
         known = f" (it knows {', '.join(knows)})" if knows else ""
         return f'the model\'s chat template leaves out message {number}, of role "{role}"{known}'
 
-    def _knows(self, role: str) -> bool:
+    def _knows(self, role: str, tools: Tools) -> bool:
         ask, word = {"role": "user", "content": "question"}, "(words of that role)"
         said = {"role": role, "content": word}
         for chat in ([said], [said, ask], [ask, said]):
             try:
-                if word in self._apply(chat).lower():
+                if word in self._apply(chat, tools).lower():
                     return True
             except ValueError:
                 continue
         return False
 
-    def _render(self, messages: Sequence[Message]) -> str:
-        return str(self._tokenizer.apply_chat_template(list(messages), tokenize=False))
+    def _render(self, messages: Sequence[Message], tools: Tools) -> str:
+        return str(self._tokenizer.apply_chat_template(list(messages), tools=tools, tokenize=False))
 
-    def _render_quickly(self, messages: Sequence[Message]) -> str:
-        template, tokens = self._template
+    def _render_quickly(self, messages: Sequence[Message], tools: Tools) -> str:
+        name = TOOL_USE if tools is not None and TOOL_USE in self._source[0] else DEFAULT
         given = [{key: value for key, value in message.items() if value is not None} for message in messages]
-        return template.render(**tokens, messages=given, tools=None, documents=None, add_generation_prompt=False)
+        template = self._environment.get_template(name)
+        return template.render(messages=given, tools=tools, documents=None, add_generation_prompt=False)
 
     def check(self) -> None:
         """Raises QuantizationError where the folder holds no template, without loading what renders it."""
@@ -123,30 +135,35 @@ class ChatTemplate:
         return AutoTokenizer.from_pretrained(self.folder, local_files_only=True, trust_remote_code=False)
 
     @cached_property
-    def _template(self) -> tuple[Template, dict[str, str]]:
-        """And the special tokens that it may name; "" for those that the tokenizer's config leaves out."""
+    def _environment(self) -> Environment:
+        """With the templates, and the special tokens that they may name; "" for what the tokenizer's config leaves
+        out."""
         from datetime import datetime
 
-        from jinja2 import TemplateError
+        from jinja2 import DictLoader, TemplateError
         from jinja2.sandbox import ImmutableSandboxedEnvironment
 
         def refuse(message: str) -> None:
             raise TemplateError(message)
 
-        source, config = self._source
+        sources, config = self._source
         environment = ImmutableSandboxedEnvironment(
-            trim_blocks=True, lstrip_blocks=True, extensions=["jinja2.ext.loopcontrols"]
+            loader=DictLoader({name: MARKS.sub("", source) for name, source in sources.items()}),
+            trim_blocks=True,
+            lstrip_blocks=True,
+            extensions=["jinja2.ext.loopcontrols"],
         )
         environment.filters["tojson"] = lambda x, **options: json.dumps(x, **{"ensure_ascii": False, **options})
         environment.globals["raise_exception"] = refuse
         environment.globals["strftime_now"] = lambda form: datetime.now().strftime(form)
         found = {name: config.get(name) or "" for name in TOKENS}
-        tokens = {name: str(token["content"] if isinstance(token, dict) else token) for name, token in found.items()}
-        return environment.from_string(MARKS.sub("", source)), tokens
+        for name, token in found.items():
+            environment.globals[name] = str(token["content"] if isinstance(token, dict) else token)
+        return environment
 
     @cached_property
-    def _source(self) -> tuple[str, dict[str, Any]]:
-        """The template that transformers would take, and the tokenizer's config."""
+    def _source(self) -> tuple[dict[str, str], dict[str, Any]]:
+        """The templates that transformers would choose from, DEFAULT among them, and the tokenizer's config."""
         file = self.folder / "tokenizer_config.json"
         if not file.is_file():
             raise QuantizationError(
@@ -154,15 +171,17 @@ class ChatTemplate:
                 hint="put the model's tokenizer_config.json beside config.json, or calibrate on plain text",
             )
         config = _read_object(file)
-        beside = self.folder / BESIDE
-        for path in (beside / "default.jinja", self.folder / FILE):
-            if path.is_file():
-                return _read_text(path), config
-        named = None if any(beside.glob("*.jinja")) else config.get("chat_template")
+        files = {path.stem: path for path in sorted((self.folder / BESIDE).glob("*.jinja"))}
+        if (file := self.folder / FILE).is_file():
+            files.setdefault(DEFAULT, file)
+        found = {name: _read_text(path) for name, path in files.items()}
+        named = None if found else config.get("chat_template")
         if isinstance(named, list):
-            named = next((each["template"] for each in named if each.get("name") == "default"), None)
-        if isinstance(named, str) and named:
-            return named, config
+            found = {each["name"]: each["template"] for each in named}
+        elif isinstance(named, str) and named:
+            found = {DEFAULT: named}
+        if DEFAULT in found:
+            return found, config
         raise QuantizationError(
             f"{self.folder}: the tokenizer has no chat template, which chat transcripts need",
             hint="put the model's chat_template.jinja beside config.json, or calibrate on plain text",

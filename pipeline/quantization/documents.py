@@ -22,6 +22,7 @@ from pipeline.quantization.calibration_files import (
     parse_line,
     skip_blank,
 )
+from pipeline.quantization.messages import SHAREGPT, is_sharegpt
 
 if TYPE_CHECKING:
     from pipeline.quantization.chat import ChatTemplate
@@ -164,21 +165,25 @@ class Documents:
         )
 
     def _read_json(self, line: str) -> str:
-        text = self._find(line)
+        text = self._find(parse_line(line))
         if not isinstance(text, str):
             raise ValueError(f'"{self.key}" holds no text, but {type(text).__name__}')
         return text + "\n\n" if text.strip() else ""
 
     def _read_chat(self, line: str) -> str:
-        messages = self._find(line)
+        record = parse_line(line)
+        messages, tools = self._find(record), record.get("tools")
         if not (isinstance(messages, list) and messages and all(isinstance(each, dict) for each in messages)):
             raise ValueError(f'"{self.key}" is no list of messages')
-        return self.template.render(messages)
+        if tools is not None and not (isinstance(tools, list) and all(isinstance(each, dict) for each in tools)):
+            raise ValueError('"tools" is no list of objects')
+        return self.template.render(messages, tools)
 
-    def _find(self, line: str) -> Any:
-        record = parse_line(line)
+    def _find(self, record: dict[str, Any]) -> Any:
         if self.key not in record:
-            raise ValueError(f'there is no key "{self.key}" (there is {", ".join(map(repr, record)) or "none"})')
+            of_sharegpt = SHAREGPT if is_sharegpt(record.get("conversations")) else ""
+            there = ", ".join(map(repr, record)) or "none"
+            raise ValueError(f'there is no key "{self.key}" (there is {there}){of_sharegpt}')
         return record[self.key]
 
 

@@ -5,15 +5,26 @@ from __future__ import annotations
 from typing import Any
 
 Message = dict[str, Any]
+Tools = list[dict[str, Any]] | None
+SHAREGPT = (
+    ': ShareGPT\'s form; write "messages", "role" and "content" for "conversations", "from" and "value", and the roles '
+    "user and assistant for human and gpt"
+)
 
 
 def check_message(message: Message, number: int) -> None:
     """ValueError for what no template could say."""
     has = f"(it has {', '.join(map(repr, message)) or 'nothing'})"
     if not isinstance(message.get("role"), str):
-        raise ValueError(f'message {number} has no text under "role" {has}')
+        raise ValueError(f'message {number} has no text under "role" {has}{SHAREGPT if is_sharegpt([message]) else ""}')
     if name_kind(message) == "none":
         raise ValueError(f'message {number}, of role "{message["role"]}", has no text under "content" {has}')
+
+
+def is_sharegpt(messages: object) -> bool:
+    return isinstance(messages, list) and all(
+        isinstance(each, dict) and {"from", "value"} <= each.keys() for each in messages
+    )
 
 
 def name_kind(message: Message) -> str:

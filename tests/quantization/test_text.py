@@ -398,7 +398,7 @@ LISTED = [{"type": "text", "text": "since"}]
 @pytest.mark.parametrize(
     ("template", "answer", "problem"),
     [
-        (DEEPSEEK, {"from": "gpt", "value": "x"}, "message 2 has no text under \"role\" (it has 'from', 'value')"),
+        (DEEPSEEK, {"from": "gpt", "value": "x"}, "(it has 'from', 'value'): ShareGPT's form; write \"messages\", "),
         (DEEPSEEK, {"role": "assistant"}, 'message 2, of role "assistant", has no text under "content"'),
         (DEEPSEEK, {"role": "assistant", "content": None}, 'message 2, of role "assistant", has no text'),
         (DEEPSEEK, {"role": "assistant", "content": [{"type": "image"}]}, 'message 2, of role "assistant", has no'),
@@ -417,6 +417,12 @@ LISTED = [{"type": "text", "text": "since"}]
         (V3_CALLS, {"role": "assistant", "content": "I ask", "tool_calls": CALLS}, ""),
         (V3_CALLS, {"role": "assistant", "tool_calls": CALLS}, ""),
         (DEEPSEEK, {"role": "assistant", "content": "I ask", "tool_calls": CALLS}, "leaves out the tool calls of mess"),
+        (
+            DEEPSEEK,
+            {"role": "assistant", "content": None, "tool_calls": CALLS},
+            "leaves out the tool calls of message 2",
+        ),
+        (DEEPSEEK, {"role": "assistant", "tool_calls": CALLS}, "leaves out the tool calls of message 2"),
         (V3_CALLS, {"role": "assistant", "content": {"a": 1}, "tool_calls": CALLS}, "message 2, of role"),
         (PLAIN.replace("m.content", "m.content | upper"), {"role": "assistant", "content": "since"}, ""),
         (PLAIN.replace("m.content", "m.content | tojson"), {"role": "assistant", "content": 'since "é"'}, ""),
@@ -446,6 +452,51 @@ def test_no_message_is_left_out(
     else:
         theirs = AutoTokenizer.from_pretrained(tmp_path).apply_chat_template(ask(**answer), tokenize=False)
         assert list(documents_of.read())[1][1] == theirs
+
+
+SHARED = [{"from": "human", "value": "why?"}, {"from": "gpt", "value": "since"}]
+
+
+def test_lines_of_sharegpt_are_told_as_such(tokenizer: Path, tmp_path: Path) -> None:
+    path = write_lines(tmp_path / "a.jsonl", [{"conversations": SHARED}])
+    for file in (PlainFile(path=path), PlainFile(path=path, format="chat")):
+        with pytest.raises(
+            QuantizationError, match=r"a.jsonl:1: there is no key .*: ShareGPT's form; write .* \"role\""
+        ):
+            sample(tokenizer, file)
+
+
+TOOLS = [{"type": "function", "function": {"name": "look_up", "description": "<é>", "parameters": {"of": None}}}]
+WITH_TOOLS = (
+    "{% if tools is not none %}{{ tools | length }}{% for t in tools or [] %}{{ t | tojson }}{% endfor %}{% endif %}"
+)
+
+
+@pytest.mark.parametrize("quick", [False, True])
+@pytest.mark.parametrize("tools", [None, [], TOOLS])
+def test_tools_are_what_the_template_makes_of_them(
+    tokenizer: Path, tmp_path: Path, tools: list[dict[str, object]] | None, quick: bool
+) -> None:
+    from transformers import AutoTokenizer
+
+    chat = ask(role="assistant", content="since")
+    path = write_lines(tmp_path / "a.jsonl", [{"messages": chat, "tools": tools}])
+    named = [{"name": "default", "template": PLAIN}, {"name": "tool_use", "template": "used " + WITH_TOOLS + PLAIN}]
+    for template, shown in ((PLAIN, False), (WITH_TOOLS + PLAIN, True), (named, True)):
+        config = json.loads((tmp_path / "tokenizer_config.json").read_text())
+        (tmp_path / "tokenizer_config.json").write_text(json.dumps(config | {"chat_template": template}))
+        theirs = AutoTokenizer.from_pretrained(tmp_path).apply_chat_template(chat, tools=tools, tokenize=False)
+        found = "".join(text for _, text in Documents(PlainFile(path=path), ChatTemplate(tmp_path, quick=quick)).read())
+        assert found == theirs and ("<é>" in found) == (shown and tools == TOOLS)
+
+
+@pytest.mark.parametrize("tools", ["[]", {"name": "look_up"}, ["look_up"]])
+def test_tools_are_objects(tokenizer: Path, tmp_path: Path, tools: object) -> None:
+    set_template(tmp_path, PLAIN)
+    chat = ask(role="assistant", content="since")
+    path = write_lines(tmp_path / "a.jsonl", [{"messages": chat}, {"messages": chat, "tools": tools}])
+    with pytest.raises(QuantizationError, match=r'a.jsonl:2: "tools" is no list of objects'):
+        sample(tokenizer, path)
 
 
 @pytest.mark.parametrize("quick", [False, True])
