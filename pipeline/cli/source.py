@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import codecs
 from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
@@ -138,7 +137,7 @@ def _check_files(config: Config, texts: Mapping[str, Sequence[Path]]) -> None:
         for file in files:
             if file.is_file():
                 if problem := _find_problem(file):
-                    raise ConfigError(f"{config.locate(key)}: {file} {problem}", hint=TEXT)
+                    raise ConfigError(f"{config.locate(key)}: {problem}", hint=TEXT)
                 continue
             what = explain_absence(file)
             hint = _suggest_path(file, folders=False) if what == ABSENT else TEXT
@@ -147,13 +146,9 @@ def _check_files(config: Config, texts: Mapping[str, Sequence[Path]]) -> None:
 
 def _find_problem(file: Path) -> str | None:
     """What shows at a file's beginning: a text may be of gigabytes, and the stage that reads it is hours away."""
-    with open(file, "rb") as text:
-        begin = text.read(BEGIN)
-    try:
-        codecs.getincrementaldecoder("utf-8")().decode(begin)  # a character may be cut at the end
-    except UnicodeDecodeError as error:
-        return f"is not UTF-8 (byte {error.start}: {error.reason})"
-    return None if begin else "is empty"
+    from pipeline.checkpoint.text import find_fault
+
+    return find_fault(file, BEGIN) if file.stat().st_size else f"{file} is empty"
 
 
 def _suggest_path(path: Path, *, folders: bool) -> str:

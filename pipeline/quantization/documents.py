@@ -8,9 +8,9 @@ from __future__ import annotations
 
 import codecs
 from collections.abc import Callable, Iterator
-from pathlib import Path
 from typing import TYPE_CHECKING, Any, BinaryIO
 
+from pipeline.checkpoint.text import NULS, count_lines
 from pipeline.errors import QuantizationError
 from pipeline.quantization.calibration_files import (
     BLOCK,
@@ -146,10 +146,18 @@ class Documents:
 
     def _decode(self, line: bytes, begin: int) -> str:
         try:
-            text = (line if begin else line.removeprefix(codecs.BOM_UTF8)).decode()
+            if (nul := line.find(b"\0")) >= 0:
+                raise ValueError(NULS.format(begin + nul))
+            text = line.decode()
+            if begin == 0:
+                text = text.removeprefix("\ufeff")
             document = self._read(text) if self.format == "text" or text.strip() else ""
             document.encode()  # JSON can spell half a character
+            if "\0" in document:
+                raise ValueError("its text holds NUL characters (\\u0000)")
             return document
+        except UnicodeDecodeError as error:
+            raise self._refuse(begin, f"is not UTF-8 (byte {begin + error.start}: {error.reason})") from error
         except (UnicodeError, ValueError, RecursionError) as error:
             raise self._refuse(begin, str(error)) from error
 
@@ -160,9 +168,7 @@ class Documents:
             'of chats {"messages": [{"role": "user", "content": "…"}, …]}, format: chat',
             "chat": 'every line holds an object like {"messages": [{"role": "user", "content": "…"}, …]}',
         }
-        return QuantizationError(
-            f"{self.path}:{_count_lines(self.path, begin) + 1}: {problem}", hint=hints[self.format]
-        )
+        return QuantizationError(f"{self.path}:{count_lines(self.path, begin) + 1}: {problem}", hint=hints[self.format])
 
     def _read_json(self, line: str) -> str:
         text = self._find(parse_line(line))
@@ -208,13 +214,3 @@ def _drop_cut_character(line: bytes) -> bytes:
     except UnicodeDecodeError:
         return line  # refused by who decodes it
     return line[: len(line) - len(decoder.getstate()[0])]
-
-
-def _count_lines(path: Path, end: int) -> int:
-    """Line ends before byte `end`; only read for an error's sake."""
-    count = 0
-    with open(path, "rb") as file:
-        while end > 0 and (data := file.read(min(end, 1 << 20))):
-            count += data.count(b"\n")
-            end -= len(data)
-    return count

@@ -74,8 +74,9 @@ def test_is_quick(workplace, cpu_seconds):
         ("stages.verify.heldout.files=[link]", ConfigError, r"link: is a link to nothing \(nowhere\)"),
         ("stages.verify.heldout.files=[/dev/zero]", ConfigError, r"/dev/zero: is no regular file"),
         ("stages.quantize.calibration.files=[empty.txt]", ConfigError, r"empty.txt is empty"),
-        ("stages.quantize.calibration.files=[latin.txt]", ConfigError, r"latin.txt is not UTF-8 \(byte 3: "),
-        ("stages.verify.heldout.files=[latin.txt]", ConfigError, r"heldout.files: latin.txt is not UTF-8"),
+        ("stages.quantize.calibration.files=[latin.txt]", ConfigError, r"latin.txt:1: is not UTF-8 \(byte 3: "),
+        ("stages.quantize.calibration.files=[wide.jsonl]", ConfigError, r"wide.jsonl:1: holds NUL bytes \(byte 1\)"),
+        ("stages.verify.heldout.files=[latin.txt]", ConfigError, r"heldout.files: latin.txt:1: is not UTF-8"),
         ("stages.verify.tasks=[text.txt]", ConfigError, r"text.txt:1 is not JSON"),
         ("stages.quantize.sensitivity.file=none", ConfigError, r"sensitivity.file: none: there is no such file"),
         ("target.parallel.tensor=3", CompatibilityError, r"target.parallel: tensor parallel size 3 does not divide"),
@@ -90,6 +91,7 @@ def test_what_a_run_would_refuse_is_refused(workplace, invoke, llama_path, setti
     (workplace / "latin.txt").write_bytes(b"caf\xe9 au lait")
     (workplace / "link").symlink_to("nowhere")
     os.mkfifo(workplace / "pipe")
+    (workplace / "wide.jsonl").write_text('{"text": "x"}', encoding="utf-16-le")
     with pytest.raises(kind, match=message) as caught:
         invoke("validate", "small", "--set", setting)
     given = setting.partition("=")[2].strip("[]")

@@ -186,7 +186,9 @@ def test_large_files_are_entered_and_not_read(
         ('{"text": 3}', '"text" holds no text, but int'),
         ("[" * 100_000, "recursion"),
         ('{"text": "\\ud800"}', "surrogates"),
-        (b'{"text": "\xff"}', "utf-8"),
+        (b'{"text": "\xff"}', "is not UTF-8 (byte 64: invalid start byte)"),
+        (b'{"text": "\0"}', "holds NUL bytes (byte 64): is it UTF-16?"),
+        ('{"text": "a\\u0000"}', "its text holds NUL characters"),
     ],
 )
 def test_wrong_lines_are_named(tokenizer: Path, tmp_path: Path, line: str | bytes, problem: str) -> None:
@@ -205,6 +207,19 @@ def test_lines_are_counted_where_a_file_was_entered(
     write_lines(tmp_path / "a.jsonl", [{"text": "right"}] * 500 + [{"body": "wrong"}] * 5 + [{"text": "right"}] * 500)
     with pytest.raises(QuantizationError, match=r"a.jsonl:50[1-5]: there is no key"):
         sample(tokenizer, tmp_path / "a.jsonl", samples=1, length=8 * 1024)
+
+
+@pytest.mark.parametrize(
+    ("fault", "problem"), [(b"caf\xe9 ", "is not UTF-8 (byte %d:"), (b"caf\0", "NUL bytes (byte %d)")]
+)
+def test_faults_are_placed_where_a_file_was_entered(
+    tokenizer: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, fault: bytes, problem: str
+) -> None:
+    monkeypatch.setattr(text, "WHOLE_BYTES", 1000)
+    right = b"right\n" * 1000
+    (tmp_path / "a.txt").write_bytes(right + fault + b"\n" + right)
+    with pytest.raises(QuantizationError, match=rf"a.txt:1001: .*{re.escape(problem % (len(right) + 3))}"):
+        sample(tokenizer, tmp_path / "a.txt", samples=1, length=8 * 1024)
 
 
 def write_words(path: Path, form: str, documents: int, length: int) -> str:
