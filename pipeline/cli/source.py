@@ -88,11 +88,14 @@ def _check_tokenizer(file: Path, vocab_size: int) -> list[str]:
 def _check_texts(config: Config) -> None:
     """The text files that the stages will read are there, and are text; tasks are tasks."""
     check_calibration(config, config.model.path)
+    from pipeline.evaluation.windows import require_plain
+
     verify, measured = config.stages.verify, config.stages.quantize.sensitivity.file
     texts = {"stages.verify.heldout.files": verify.heldout.files, "stages.verify.tasks": verify.tasks}
     if measured is not None:
         texts["stages.quantize.sensitivity.file"] = (measured,)
     _check_files(config, texts)
+    require_plain(verify.heldout.files, setting=config.locate("stages.verify.heldout.files"))
     if verify.tasks:
         from pipeline.evaluation.tasks import read_tasks
 

@@ -77,6 +77,7 @@ def test_is_quick(workplace, cpu_seconds):
         ("stages.quantize.calibration.files=[latin.txt]", ConfigError, r"latin.txt:1: is not UTF-8 \(byte 3: "),
         ("stages.quantize.calibration.files=[wide.jsonl]", ConfigError, r"wide.jsonl:1: holds NUL bytes \(byte 1\)"),
         ("stages.verify.heldout.files=[latin.txt]", ConfigError, r"heldout.files: latin.txt:1: is not UTF-8"),
+        ("stages.verify.heldout.files=[text.jsonl]", ConfigError, r"text.jsonl: held-out text is plain text"),
         ("stages.verify.tasks=[text.txt]", ConfigError, r"text.txt:1 is not JSON"),
         ("stages.quantize.sensitivity.file=none", ConfigError, r"sensitivity.file: none: there is no such file"),
         ("target.parallel.tensor=3", CompatibilityError, r"target.parallel: tensor parallel size 3 does not divide"),
@@ -91,6 +92,7 @@ def test_what_a_run_would_refuse_is_refused(workplace, invoke, llama_path, setti
     (workplace / "latin.txt").write_bytes(b"caf\xe9 au lait")
     (workplace / "link").symlink_to("nowhere")
     os.mkfifo(workplace / "pipe")
+    (workplace / "text.jsonl").write_text('{"text": "x"}')
     (workplace / "wide.jsonl").write_text('{"text": "x"}', encoding="utf-16-le")
     with pytest.raises(kind, match=message) as caught:
         invoke("validate", "small", "--set", setting)
