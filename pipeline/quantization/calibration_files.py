@@ -54,9 +54,9 @@ def guess_format(path: Path, key: str | None) -> str:
     """
     if path.suffix.lower() == ".json":
         raise QuantizationError(
-            f"{path}: a .json file is neither plain text nor JSON lines",
-            hint="write one JSON object per line in a .jsonl file; to take it as it is, say which: "
-            f"{SETTING}: [{{path: {path}, format: text}}]",
+            f"{path}: what a .json file holds is to be told",
+            hint=f"{SETTING}: [{{path: {path}, format: jsonl}}] or chat, where each line is an object of its own; "
+            "text, to take it as it is; of a list, write one object per line in a .jsonl file",
         )
     if path.suffix.lower() not in JSON_LINES:
         return "text"

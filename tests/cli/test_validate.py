@@ -159,7 +159,7 @@ CHAT = '{"messages": [{"role": "user", "content": "hi"}, {"role": "%s", "content
         ("a.jsonl", '{"text": "x"}\n{"text": 3}', r'a.jsonl:2: "text" holds no text, but int'),
         ("a.jsonl", '{"text": ' + "7" * 5000 + "}", r"a.jsonl:1: holds a number of 5,000 digits"),
         ("a.txt", "\n \n", r"a.txt holds no text"),
-        ("a.json", '[{"text": "x"}]', r"a.json: a .json file is neither"),
+        ("a.json", '[{"text": "x"}]', r"a.json: what a .json file holds is to be told"),
         ("a.jsonl", CHAT % "Bot", r"a.jsonl:1: .*leaves out message 2, of role \"Bot\" \(it knows user\)"),
         ("a.jsonl", CHAT % "tool", r"a.jsonl:1: the model's chat template refuses it: no tools"),
         ("a.jsonl", CHAT % "user", ""),

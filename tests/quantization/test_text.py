@@ -361,9 +361,9 @@ def test_a_byte_order_mark_is_no_text(tokenizer: Path, tmp_path: Path) -> None:
 
 def test_json_files_are_not_read_as_text(tokenizer: Path, tmp_path: Path) -> None:
     (tmp_path / "a.json").write_text(json.dumps([{"text": "x" * 99}]))
-    with pytest.raises(QuantizationError, match=r"a.json: a .json file is neither") as caught:
+    with pytest.raises(QuantizationError, match=r"a.json: what a .json file holds is to be told") as caught:
         sample(tokenizer, tmp_path / "a.json")
-    assert caught.value.hint is not None and "one JSON object per line in a .jsonl file" in caught.value.hint
+    assert "a.json, format: jsonl}] or chat, where each line is an object of its own; text, to" in caught.value.hint
     told = PlainFile(path=tmp_path / "a.json", format="text")
     assert decode(tokenizer, sample(tokenizer, told)[0]) == '[{"text"'
 
