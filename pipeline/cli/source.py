@@ -117,22 +117,33 @@ def _check_sensitivity(config: Config, architecture: Architecture) -> None:
 
 
 def check_calibration(config: Config, model: Path) -> None:
-    """The calibration text that quantizing will read is there, and is text (ConfigError), which begins as its format
-    does; where it is transcripts, the folder `model` has a template that takes them (QuantizationError)."""
+    """The calibration text that quantizing will read is there, once, and is text (ConfigError), which begins as its
+    format does, and may be enough; where it is transcripts, the folder `model` has a template that takes them
+    (QuantizationError)."""
     quantize = config.stages.quantize
     if not quantize.measures:
         return
     from pipeline.quantization.chat import ChatTemplate
     from pipeline.quantization.documents import Documents
+    from pipeline.quantization.text import require_bytes
 
-    files = quantize.calibration.files
-    _check_files(config, {"stages.quantize.calibration.files": [file.path for file in files]})
+    calibration, key = quantize.calibration, "stages.quantize.calibration.files"
+    _check_files(config, {key: [file.path for file in calibration.files]})
     template = ChatTemplate(model, quick=True)
-    for file in files:
-        documents = Documents(file, template)
-        if documents.format == "chat":
+    sources = [Documents(file, template) for file in calibration.files]
+    places: dict[tuple[Path, str], int] = {}
+    for i, source in enumerate(sources):
+        first = places.setdefault((source.path.resolve(), source.key), i)  # of other keys it is other text
+        if first != i:
+            here, there = (config.locate(f"{key}.{at}") for at in (i, first))
+            raise ConfigError(
+                f"{here}: {source.path} would count twice: it is {there}",
+                hint="leave one out; to take more of a file than of the others, give it a weight",
+            )
+        if source.format == "chat":
             template.check()
-        documents.check()
+        source.check()
+    require_bytes(sources, samples=calibration.samples, length=calibration.length)
 
 
 def _check_files(config: Config, texts: Mapping[str, Sequence[Path]]) -> None:

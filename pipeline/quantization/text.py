@@ -60,11 +60,7 @@ def sample_tokens(
         pieces = _draw_shares(sources, samples, seed)
     if len(pieces) < samples:
         found = "; ".join(source.describe() for source in sources)
-        raise QuantizationError(
-            f"too little calibration text: {samples} pieces of {length} tokens are wanted, there are {len(pieces)} "
-            f"({found})",
-            hint=f"add text to {SETTING}, or lower samples or length",
-        )
+        raise _refuse_amount(samples, length, f"{len(pieces)} ({found})")
     first = token_array(() if bos is None else (bos,))
     tokens = torch.stack([torch.frombuffer(first + piece, dtype=torch.int32) for piece in pieces]).long()
     if int(tokens.max()) >= vocab_size:
@@ -73,6 +69,22 @@ def sample_tokens(
             hint="the tokenizer belongs to another model",
         )
     return tokens
+
+
+def require_bytes(sources: Sequence[Documents], *, samples: int, length: int) -> None:
+    """Refuses plain text that is certainly too little, as sample_tokens does: a token is a byte at least, and one of
+    each piece may be BOS."""
+    most = sum(source.nbytes for source in sources) // (length - 1)
+    if most < samples and all(source.format == "text" for source in sources):
+        found = "; ".join(f"{source.path}: {source.nbytes:,} bytes" for source in sources)
+        raise _refuse_amount(samples, length, f"at most {most} ({found})")
+
+
+def _refuse_amount(samples: int, length: int, found: str) -> QuantizationError:
+    return QuantizationError(
+        f"too little calibration text: {samples} pieces of {length} tokens are wanted, there are {found}",
+        hint=f"add text to {SETTING}, or lower samples or length",
+    )
 
 
 def _open(file: CalibrationFile | Path) -> CalibrationFile:

@@ -1,5 +1,6 @@
 import json
 import os
+import re
 import shutil
 import subprocess
 import sys
@@ -112,6 +113,33 @@ def test_what_a_recipe_is_solved_from_is_of_this_model(measured, invoke):
         measured.write_text(content)
         with pytest.raises(ConfigError, match=rf"s\.json: stages\.quantize\.sensitivity\.file: {problem}"):
             invoke("validate", "small", *auto, *measure)
+
+
+def test_a_calibration_file_counts_once(workplace, invoke):
+    (workplace / "link.txt").symlink_to("text.txt")
+    place = (
+        r"small.yaml:4: stages.quantize.calibration.files.1: link.txt would count twice: it is .*small.yaml:4: "
+        r"stages.quantize.calibration.files.0$"
+    )
+    config = workplace / "configs" / "small.yaml"
+    config.write_text(config.read_text().replace("files: [text.txt], samples", "files: [text.txt, link.txt], samples"))
+    with pytest.raises(ConfigError) as caught:
+        invoke("validate", "small")
+    assert re.search(place, caught.value.message)
+    (workplace / "a.jsonl").write_text('{"question": "why?", "answer": "since"}\n')
+    two = "{path: a.jsonl, key: question}, {path: a.jsonl, key: answer}"  # are other texts
+    assert invoke("validate", "small", "--set", f"stages.quantize.calibration.files=[{two}]").exit_code == 0
+
+
+def test_text_that_is_certainly_too_little(workplace, invoke):
+    (workplace / "more.txt").write_text("y" * 7)
+    (workplace / "text.txt").write_text("x" * 22)
+    settings = ("--set", "stages.quantize.calibration.files=[text.txt, more.txt]")
+    found = re.escape("there are at most 1 (text.txt: 22 bytes; more.txt: 7 bytes)")
+    with pytest.raises(QuantizationError, match="too little .* 2 pieces of 16 tokens are wanted, " + found):
+        invoke("validate", "small", *settings)
+    (workplace / "text.txt").write_text("x" * 23)
+    assert invoke("validate", "small", *settings).exit_code == 0
 
 
 def test_a_wrong_path_is_told_where_it_was_looked_for(workplace, invoke, llama_path):
