@@ -12,6 +12,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING
 
 from pipeline.errors import CheckpointError, ConfigError
+from pipeline.progress import SILENT, Progress
 
 if TYPE_CHECKING:
     from tokenizers import Tokenizer
@@ -37,7 +38,7 @@ def encode_text(tokenizer_file: Path, text: str) -> list[int]:
     return ids
 
 
-def encode_file(tokenizer_file: Path, file: Path, *, setting: str) -> array[int]:
+def encode_file(tokenizer_file: Path, file: Path, *, setting: str, progress: Progress = SILENT) -> array[int]:
     """Token ids of a UTF-8 text file, cut at lines' ends, without special tokens: 4 bytes each, where a list takes
     40.
 
@@ -46,9 +47,11 @@ def encode_file(tokenizer_file: Path, file: Path, *, setting: str) -> array[int]
     tokenizer, ids = load_tokenizer(tokenizer_file), token_array()
     chunks, together = _chunks(file), min(len(os.sched_getaffinity(0)), MOST_CHUNKS)
     try:
+        progress.start(f"tokenizing {file.name}", file.stat().st_size, "B")
         while batch := list(islice(chunks, together)):
             for encoding in tokenizer.encode_batch_fast(batch, add_special_tokens=False):  # without places in the text
                 ids.extend(encoding.ids)
+            progress.advance(sum(len(chunk.encode()) for chunk in batch))
     except (OSError, UnicodeError) as error:
         fault = f"{file}: {error.strerror}" if isinstance(error, OSError) else find_fault(file)
         raise ConfigError(

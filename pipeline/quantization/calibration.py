@@ -142,7 +142,13 @@ class Calibration:
 
 
 def sample_pieces(
-    source: CheckpointFolder, files: Sequence[CalibrationFile | Path], *, samples: int, length: int, seed: int
+    source: CheckpointFolder,
+    files: Sequence[CalibrationFile | Path],
+    *,
+    samples: int,
+    length: int,
+    seed: int,
+    progress: Progress = SILENT,
 ) -> Tensor:
     """int64 [samples, length] by the checkpoint's own tokenizer, each piece begun as the model's inputs are."""
     bos = source.config.get("bos_token_id")
@@ -154,6 +160,7 @@ def sample_pieces(
         seed=seed,
         vocab_size=source.architecture.vocab_size,
         bos=bos if isinstance(bos, int) else None,
+        progress=progress,
     )
 
 

@@ -110,4 +110,6 @@ class Propagation:
 
     def _sample(self) -> Tensor:
         e = self.effort
-        return sample_pieces(self.source, self.files, samples=e.samples, length=e.length, seed=self.seed)
+        return sample_pieces(
+            self.source, self.files, samples=e.samples, length=e.length, seed=self.seed, progress=self.progress
+        )

@@ -220,7 +220,9 @@ class _Run:
 
     def _sample(self) -> Tensor:
         c = self.settings.calibration
-        return sample_pieces(self.source, c.files, samples=c.samples, length=c.length, seed=c.seed)
+        return sample_pieces(
+            self.source, c.files, samples=c.samples, length=c.length, seed=c.seed, progress=self.progress
+        )
 
     def _describe_calibration(self) -> dict[str, Any] | None:
         if not self.measures:

@@ -15,6 +15,7 @@ from typing import TYPE_CHECKING
 
 from pipeline.checkpoint.text import encode_file, load_tokenizer, token_array
 from pipeline.errors import CheckpointError, QuantizationError
+from pipeline.progress import SILENT, Progress
 from pipeline.quantization.calibration_files import SETTING, CalibrationFile, name_file
 from pipeline.quantization.chat import ChatTemplate
 from pipeline.quantization.documents import Documents
@@ -40,6 +41,7 @@ def sample_tokens(
     seed: int,
     vocab_size: int,
     bos: int | None = None,
+    progress: Progress = SILENT,
 ) -> Tensor:
     """int64 [samples, length] token ids, pieces in the order of the files, none twice.
 
@@ -53,7 +55,7 @@ def sample_tokens(
     if wanted < 1:
         raise QuantizationError(f"calibration.length {length} leaves no room for text", hint="make it at least 2")
     template = ChatTemplate(tokenizer_file.parent)
-    sources = [_Source(_open(file), template, tokenizer_file=tokenizer_file, wanted=wanted, bos=bos) for file in files]
+    sources = [_Source(_open(file), template, tokenizer_file, wanted, bos, progress) for file in files]
     if all(source.file.weight is None and source.is_small for source in sources):
         pieces = _draw([piece for source in sources for piece in source.cut()], samples, random.Random(seed))
     else:
@@ -143,6 +145,7 @@ class _Source:
     tokenizer_file: Path
     wanted: int  # tokens of a piece, without BOS
     bos: int | None
+    progress: Progress
     tokens: int = 0  # of a file that was read whole
     share: int | None = None  # pieces that were to come of it, where each file has a share
     found: int = 0  # pieces that did
@@ -181,11 +184,15 @@ class _Source:
         """The whole file in pieces; what is left at its end is too short for one."""
         documents = Documents(self.file, self.template)
         if documents.format == "text":
-            ids = encode_file(self.tokenizer_file, self.file.path, setting=SETTING)
+            ids = encode_file(self.tokenizer_file, self.file.path, setting=SETTING, progress=self.progress)
         else:
             ids, tokenizer = token_array(), load_tokenizer(self.tokenizer_file)
-            for texts in _batch(text for _, text in documents.read()):
+            self.progress.start(f"tokenizing {self.file.path.name}", documents.nbytes, "B")
+            at = 0
+            for end, texts in _batch(documents.read()):
                 ids += self._encode(tokenizer, texts)
+                self.progress.advance(end - at)
+                at = end
         self.tokens = len(ids)
         return [ids[start : start + self.wanted] for start in range(0, len(ids) - self.wanted + 1, self.wanted)]
 
@@ -197,6 +204,7 @@ class _Source:
         part = documents.nbytes / max(count, 1)
         pieces: list[array[int]] = []
         behind = 0
+        self.progress.start(f"tokenizing pieces of {self.file.path.name}", count, "pieces")
         for i in range(count):
             ids = token_array()
             start = max(behind, int((i + chance.random()) * part))
@@ -205,6 +213,7 @@ class _Source:
                 ids += self._encode(tokenizer, [text])
                 if len(ids) >= self.wanted:
                     pieces.append(ids[: self.wanted])
+                    self.progress.advance(1)
                     break
             else:
                 break  # what is too short from here on is from every later place
@@ -218,13 +227,14 @@ class _Source:
         return found
 
 
-def _batch(texts: Iterable[str]) -> Iterator[list[str]]:
-    """In lists of at most BATCH, that end with the text that fills them."""
+def _batch(documents: Iterable[tuple[int, str]]) -> Iterator[tuple[int, list[str]]]:
+    """Texts in lists of at most BATCH, that end with the text that fills them, and the byte where each ends."""
     batch: list[str] = []
-    for text in texts:
+    end = 0
+    for end, text in documents:
         batch.append(text)
         if len(batch) == BATCH or sum(map(len, batch)) >= BATCH_CHARACTERS:
-            yield batch
+            yield end, batch
             batch = []
     if batch:
-        yield batch
+        yield end, batch

@@ -9,11 +9,12 @@ import random
 import re
 from collections import Counter
 from pathlib import Path
-from typing import BinaryIO
+from typing import Any, BinaryIO
 
 import pytest
 import torch
 
+from pipeline.checkpoint.text import CHUNK_CHARACTERS
 from pipeline.errors import QuantizationError
 from pipeline.quantization import documents, text
 from pipeline.quantization.calibration_files import CalibrationFile, PlainFile
@@ -29,10 +30,10 @@ def tokenizer(tmp_path: Path) -> Path:
 
 
 def sample(
-    tokenizer: Path, *files: Path | CalibrationFile, samples: int = 4, length: int = 8, **options: int
+    tokenizer: Path, *files: Path | CalibrationFile, samples: int = 4, length: int = 8, **options: Any
 ) -> torch.Tensor:
-    values: dict[str, int] = {"seed": 0, "vocab_size": 512, **options}
-    return text.sample_tokens(tokenizer, files, samples=samples, length=length, **values)  # type: ignore[arg-type]
+    values: dict[str, Any] = {"seed": 0, "vocab_size": 512, **options}
+    return text.sample_tokens(tokenizer, files, samples=samples, length=length, **values)
 
 
 def decode(tokenizer: Path, ids: torch.Tensor) -> str:
@@ -60,6 +61,38 @@ def test_seed_decides(tokenizer: Path, tmp_path: Path) -> None:
     first, again, other = (sample(tokenizer, *files, samples=50, seed=seed) for seed in (1, 1, 2))
     assert torch.equal(first, again) and not torch.equal(first, other)
     assert len({tuple(piece) for piece in first.tolist()}) == 50
+
+
+@pytest.mark.parametrize("whole", [True, False])
+def test_tokenizing_says_where_it_is(
+    tokenizer: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, whole: bool
+) -> None:
+    """Of each file: bytes, or where only pieces are drawn, pieces; more than once, and to the end."""
+    monkeypatch.setattr(text, "WHOLE_BYTES", 1 << 24 if whole else 1000)
+    write_lines(tmp_path / "a.jsonl", [{"text": f"é line {i}"} for i in range(1000)])
+    (tmp_path / "b.txt").write_text("é line\n" * (16 * CHUNK_CHARACTERS))
+    told: list[tuple[str, float, str]] = []
+    amounts: list[list[float]] = []
+
+    class Told:
+        def start(self, item: str, total: float, unit: str) -> None:
+            told.append((item, total, unit))
+            amounts.append([])
+
+        def advance(self, amount: float) -> None:
+            amounts[-1].append(amount)
+
+        def note(self, message: str) -> None:
+            pytest.fail(message)
+
+    files = [PlainFile(path=tmp_path / name, weight=None if whole else 1.0) for name in ("a.jsonl", "b.txt")]
+    sample(tokenizer, *files, samples=10, progress=Told())
+    sizes = [file.path.stat().st_size for file in files]
+    names = ("tokenizing a.jsonl", "tokenizing b.txt")
+    if not whole:
+        sizes, names = [5, 5], ("tokenizing pieces of a.jsonl", "tokenizing pieces of b.txt")
+    assert told == [(name, size, "B" if whole else "pieces") for name, size in zip(names, sizes, strict=True)]
+    assert [sum(each) for each in amounts] == sizes and all(len(each) > 1 for each in amounts)
 
 
 def test_too_little_text_names_files_and_counts(tokenizer: Path, tmp_path: Path) -> None:
