@@ -49,6 +49,8 @@ def encode_file(tokenizer_file: Path, file: Path, *, setting: str, progress: Pro
     try:
         progress.start(f"tokenizing {file.name}", file.stat().st_size, "B")
         while batch := list(islice(chunks, together)):
+            if any("\0" in chunk for chunk in batch):
+                raise UnicodeError("NUL")
             for encoding in tokenizer.encode_batch_fast(batch, add_special_tokens=False):  # without places in the text
                 ids.extend(encoding.ids)
             progress.advance(sum(len(chunk.encode()) for chunk in batch))
@@ -134,8 +136,6 @@ def _chunks(file: Path) -> Iterator[str]:
     with open(file, encoding="utf-8-sig") as text:  # a byte order mark is no text
         rest = ""
         while read := text.read(CHUNK_CHARACTERS):
-            if "\0" in read:
-                raise UnicodeError("NUL")
             chunk, rest = rest + read, ""
             if not chunk.endswith("\n"):
                 chunk += (more := text.readline(MOST_OF_LINE))

@@ -22,6 +22,7 @@ def check_message(message: Message, number: int) -> None:
 
 
 def is_sharegpt(messages: object) -> bool:
+    """Whether the messages have ShareGPT's keys in place of role and content."""
     return isinstance(messages, list) and all(
         isinstance(each, dict) and {"from", "value"} <= each.keys() for each in messages
     )

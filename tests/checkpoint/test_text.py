@@ -96,6 +96,7 @@ LONG = ("x" + "é" * 40 + "\n").encode() * 20_000  # of 82 bytes, so that blocks
         (LONG + b"caf\xc3", rf":20001: is not UTF-8 \(byte {len(LONG) + 3}: unexpected end of data\)"),
         ("def f(x): pass\n".encode("utf-16-le"), r":1: holds NUL bytes \(byte 1\): is it UTF-16\?"),
         (LONG + bytes(9), rf":20001: holds NUL bytes \(byte {len(LONG)}\)"),
+        (b"x" * 20_000 + bytes(1), r":1: holds NUL bytes \(byte 20000\)"),  # in what a part is read on for
         ("def f(x): pass\n".encode("utf-16"), " is UTF-16: convert it to UTF-8"),
         (gzip.compress(b"text"), r" is compressed \(gzip\): unpack it"),
         (pack(b"text"), r" is compressed \(zip\): unpack it"),
