@@ -177,7 +177,7 @@ class ChatTemplate:
         found = {name: _read_text(path) for name, path in files.items()}
         named = None if found else config.get("chat_template")
         if isinstance(named, list):
-            found = {each["name"]: each["template"] for each in named}
+            found = {each["name"]: each["template"] for each in named if each.keys() >= {"name", "template"}}
         elif isinstance(named, str) and named:
             found = {DEFAULT: named}
         if DEFAULT in found:

@@ -593,7 +593,7 @@ def test_templates_are_sought_where_transformers_does(tokenizer: Path, tmp_path:
     check("named user: why?\nassistant: since\n")
     # For processors alone; and of several templates, none that is meant for every chat.
     (tmp_path / "chat_template.json").write_text(json.dumps({"chat_template": PLAIN}))
-    for of_tokenizer in ({}, {"chat_template": named[:1]}):
+    for of_tokenizer in ({}, {"chat_template": named[:1]}, {"chat_template": [{"name": "default"}]}):
         (tmp_path / "tokenizer_config.json").write_text(json.dumps(config | of_tokenizer))
         with pytest.raises(QuantizationError, match="has no chat template, which chat transcripts need"):
             ChatTemplate(tmp_path, quick=quick).render(chat)
