@@ -64,12 +64,15 @@ def test_the_heat_map_averages_what_shares_a_scale(tmp_path: Path) -> None:
 
 
 class Notes:
-    """A Progress that keeps what is worth keeping."""
+    """A Progress that keeps what is worth keeping, and the items."""
 
     def __init__(self) -> None:
         self.notes: list[str] = []
+        self.items: list[str] = []
 
-    def start(self, item: str, total: float, unit: str) -> None: ...
+    def start(self, item: str, total: float, unit: str) -> None:
+        self.items.append(item)
+
     def advance(self, amount: float) -> None: ...
     def note(self, message: str) -> None:
         self.notes.append(message)
@@ -87,6 +90,7 @@ def test_a_run_tells_whether_its_text_is_enough(tmp_path: Path, deepseek_v2_path
         settings=Settings(method="awq", calibration=few),
         progress=progress,
     )
+    assert progress.items[:2] == ["tokenizing t.txt", "calibrating layer 0"]
     layers = report.coverage["layers"]
     assert layers.keys() == {str(layer) for layer in range(source.architecture.num_layers)}
     assert {"self_attn.o_proj", "mlp.experts"} <= layers["1"].keys()

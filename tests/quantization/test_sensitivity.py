@@ -150,6 +150,7 @@ def test_progress_tells_of_all_that_is_done(tmp_path: Path, llama_path: Path, te
         progress=progress,
     )
     assert all(done == total > 0 for _, total, done in progress.items), progress.items
+    assert progress.items[0][0] == f"tokenizing {text.name}"
     passes = {item: done for item, _, done in progress.items if item.startswith("gradients")}
     everything = EFFORT.samples * EFFORT.draws
     assert passes == dict.fromkeys(
