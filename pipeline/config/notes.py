@@ -49,7 +49,7 @@ def _note_unread_scales(case: Case) -> str | None:
     if case.quantize.kv_cache == "none" or case.config.target.backend != "llmapi":
         return None
     return (
-        f"the checkpoint has the calibrated scales of the cache in {case.quantize.kv_cache}, and verify measures the "
+        f"the checkpoint has the calibrated scales of the cache in {case.quantize.kv_cache}, and prove measures the "
         "cache that has them; whether the release that serves it reads them is not known here: sources of 1.2 load "
         "them for NVFP4 caches alone"
     )
