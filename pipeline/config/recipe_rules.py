@@ -2,18 +2,23 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
 from typing import TYPE_CHECKING
 
+from pipeline.checkpoint.tensors import MODEL_DTYPE_BYTES
 from pipeline.config.case import Case
 from pipeline.config.expert_rules import EXPERT_FORMATS
 from pipeline.config.format_rules import FP8_FORMATS
 from pipeline.config.rules import Rule
-from pipeline.quantization.catalog import FORMATS, NONE
+from pipeline.quantization.catalog import FORMATS, GROUP_SIZES, NONE
+from pipeline.quantization.options import Candidate, list_candidates
 from pipeline.quantization.patterns import find_pattern
 from pipeline.quantization.rules import HEAD_HINT, find_unfit_head
-from pipeline.quantization.selection import HEAD_NAME
+from pipeline.quantization.selection import HEAD, HEAD_NAME, Decision, fit
 
 if TYPE_CHECKING:
+    from collections.abc import Sequence
+
     from pipeline.config.schema import Config
 
 
@@ -48,6 +53,32 @@ def _find_no_base(case: Case) -> str | None:
 def _find_two_recipes(case: Case) -> str | None:
     recipe = case.quantize.recipe
     return "auto solves for the rows, and there are rows" if recipe.auto and recipe.rows else None
+
+
+def _find_impossible_budget(case: Case) -> str | None:
+    """By the weights and scales of the smallest formats, without what solving adds: vectors, tensors that stay."""
+    q = case.quantize
+    if not q.recipe.auto or q.budget is None or (goal := q.budget.goal).kind == "kl":
+        return None
+    candidates = list_candidates(q.rules, offered_formats(case.config), search=q.sensitivity.search)
+    rules, width = replace(q.rules, recipe=()), MODEL_DTYPE_BYTES[case.dtype]
+    least = weights = 0
+    for kind in case.kinds:
+        if kind.first.role != HEAD:
+            shape = kind.first.target_shape
+            count = sum(n for decision, n in rules.count(kind).items() if isinstance(decision, Decision))
+            weights += count * shape[0] * shape[1]
+            least += count * _count_least(shape, candidates, width)
+    possible = least / max(weights, 1) * (8 if goal.kind == "bits_per_weight" else 1 / width)
+    if goal.limit >= possible:
+        return None
+    return f"{goal.kind}: {goal.limit:g} cannot be met: the smallest formats make {possible:.4g} of the linears alone"
+
+
+def _count_least(shape: Sequence[int], candidates: Sequence[Candidate], width: int) -> int:
+    fits = (fit(each.method, shape, each.group_size or max(GROUP_SIZES)) for each in candidates)
+    sizes = (FORMATS[each.format].nbytes(shape, each.group) for each in fits if isinstance(each, Decision))
+    return min(sizes, default=shape[0] * shape[1] * width)
 
 
 def _find_fp8_choice(case: Case) -> str | None:
@@ -89,6 +120,12 @@ RECIPE_RULES: tuple[Rule, ...] = (
         "give a row another method than none, or leave the recipe out and set stages.quantize.method: none",
     ),
     Rule("auto_has_budget", "stages.quantize.recipe", _find_no_budget, "set stages.quantize.budget: {size_ratio: 0.4}"),
+    Rule(
+        "budget_is_possible",
+        "stages.quantize.budget",
+        _find_impossible_budget,
+        "raise the budget, or allow smaller formats (stages.quantize.sensitivity.formats)",
+    ),
     Rule("auto_has_method", "stages.quantize.recipe", _find_no_base, "set stages.quantize.method: awq"),
     Rule("auto_or_rows", "stages.quantize.recipe", _find_two_recipes, "write auto, or the rows"),
     Rule(

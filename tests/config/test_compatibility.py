@@ -116,6 +116,18 @@ SETTINGS = [
         "each step would dequantize it whole",
     ),
     ("auto_has_budget", {"stages.quantize.recipe": {"auto": True}}, AUTO, "nothing to solve for"),
+    (
+        "budget_is_possible",
+        AUTO | {"stages.quantize.budget": {"size_ratio": 0.25}},
+        AUTO | {"stages.quantize.budget": {"size_ratio": 0.5}},
+        "size_ratio: 0.25 cannot be met: the smallest formats make 0.2",
+    ),
+    (
+        "budget_is_possible",
+        AUTO | {"stages.quantize.budget": {"bits_per_weight": 4.1}},
+        AUTO | {"stages.quantize.budget": {"bits_per_weight": 6}},
+        "bits_per_weight: 4.1 cannot be met: the smallest formats make 4.",
+    ),
     ("auto_has_method", {**AUTO, "stages.quantize.method": "none"}, AUTO, "which is none"),
     ("auto_or_rows", {**AUTO, "stages.quantize.recipe": {"auto": True, "rows": [ROW]}}, AUTO, "there are rows"),
     (
