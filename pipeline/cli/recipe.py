@@ -32,19 +32,24 @@ def command(
     """
     from pipeline.cli.sensitivity import measure
     from pipeline.cli.source import check_source
-    from pipeline.config.recipe_rules import offered_formats
+    from pipeline.config.recipe_rules import BUDGET_HINT, explain_impossible, offered_formats
     from pipeline.quantization.catalog import NONE
     from pipeline.quantization.recipe import RECIPE, solve
     from pipeline.quantization.sensitivity_file import read_sensitivity
+    from pipeline.stages.disk import explain_disk_errors
+    from pipeline.text_file import write_text
 
     config = read_config(config_file, overrides)
     goal = _find_goal(config, budget)
-    architecture = check_source(config).headers.architecture
-    settings = config.stages.quantize
-    found = read_sensitivity(settings.sensitivity.file or measure(config), architecture, settings.rules)
+    case, path, settings = check_source(config).case, output or config.run_folder / RECIPE, config.stages.quantize
+    if problem := explain_impossible(case, goal):
+        raise ConfigError(problem, hint=BUDGET_HINT)
+    _keep_edited(path, force=force)  # before hours of measuring, and once more after them
+    found = read_sensitivity(settings.sensitivity.file or measure(config), case.architecture, settings.rules)
     recipe = solve(found, settings.method, goal, formats=offered_formats(config))
-    path = output or config.run_folder / RECIPE
-    _write(path, recipe.render(), force=force)
+    _keep_edited(path, force=force)
+    with explain_disk_errors(path.parent):
+        write_text(path, recipe.render())
     if set(recipe.counts) == {NONE}:
         click.echo("note: this recipe quantizes nothing, and a run refuses it: take another budget", err=True)
     summary = {
@@ -62,19 +67,17 @@ def command(
     click.echo(f"{path}")
 
 
-def _write(path: Path, text: str, *, force: bool) -> None:
+def _keep_edited(path: Path, *, force: bool) -> None:
     from pipeline.quantization.recipe import is_edited
     from pipeline.stages.disk import explain_disk_errors
-    from pipeline.text_file import write_text
 
     with explain_disk_errors(path.parent):
         solved = path.is_file() and not is_edited(path.read_text(encoding="utf-8", errors="replace"))
         if os.path.lexists(path) and not (solved or force):
             raise ConfigError(
-                f"{path} is there, and holds something else than a recipe as it was solved: it was not written",
+                f"{path} is there, and is no recipe as this version solved one: it was edited, or is older",
                 hint="--force writes over it, -o FILE beside it",
             )
-        write_text(path, text)
 
 
 def _find_goal(config: Config, budget: str | None) -> Goal:

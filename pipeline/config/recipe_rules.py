@@ -20,6 +20,9 @@ if TYPE_CHECKING:
     from collections.abc import Sequence
 
     from pipeline.config.schema import Config
+    from pipeline.quantization.options import Goal
+
+BUDGET_HINT = "raise the budget, or allow smaller formats (stages.quantize.sensitivity.formats)"
 
 
 def _find_unfit_head(case: Case) -> str | None:
@@ -56,9 +59,15 @@ def _find_two_recipes(case: Case) -> str | None:
 
 
 def _find_impossible_budget(case: Case) -> str | None:
-    """By the weights and scales of the smallest formats, without what solving adds: vectors, tensors that stay."""
+    budget = case.quantize.budget
+    return explain_impossible(case, budget.goal) if case.quantize.recipe.auto and budget is not None else None
+
+
+def explain_impossible(case: Case, goal: Goal) -> str | None:
+    """Why no recipe meets a goal of size, by the weights and scales of the smallest formats, without what solving adds:
+    vectors, tensors that stay. None where one may."""
     q = case.quantize
-    if not q.recipe.auto or q.budget is None or (goal := q.budget.goal).kind == "kl":
+    if goal.kind == "kl":
         return None
     candidates = list_candidates(q.rules, offered_formats(case.config), search=q.sensitivity.search)
     rules, width = replace(q.rules, recipe=()), MODEL_DTYPE_BYTES[case.dtype]
@@ -124,7 +133,7 @@ RECIPE_RULES: tuple[Rule, ...] = (
         "budget_is_possible",
         "stages.quantize.budget",
         _find_impossible_budget,
-        "raise the budget, or allow smaller formats (stages.quantize.sensitivity.formats)",
+        BUDGET_HINT,
     ),
     Rule("auto_has_method", "stages.quantize.recipe", _find_no_base, "set stages.quantize.method: awq"),
     Rule("auto_or_rows", "stages.quantize.recipe", _find_two_recipes, "write auto, or the rows"),

@@ -152,7 +152,7 @@ class GenerationProfile(Section):
 
 
 class Lowerings(Section):
-    """How operations that have a plugin are written: both ways compute the same, which `verify` proves."""
+    """How operations that have a plugin are written: both ways compute the same, which `prove` shows."""
 
     rope_paged_kv: Literal["native", "plugin"] = Field(
         default="native", description="RoPE and the write into the paged KV cache: TensorRT's layers, or one kernel."

@@ -18,7 +18,7 @@ def spell_numbers(value: Any) -> Any:
 
 
 def read_numbers(value: Any) -> Any:
-    """What was spelled so, as numbers again; no text in a report is one of them."""
+    """What was spelled so, as numbers again, of what holds no texts that could be one of them."""
     if isinstance(value, dict):
         return {key: read_numbers(item) for key, item in value.items()}
     if isinstance(value, list):

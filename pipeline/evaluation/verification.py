@@ -82,7 +82,9 @@ def judge(proofs: Path, bounds: Gates) -> Verification:
     digests = {key: record["network"].pop(key) for key in ("network_digest", "rank_digests")}
     conversion = ConversionProof(**record["conversion"])
     network = NetworkProof.from_json(read_numbers(record["network"]))
-    quality = read_numbers(record["quality"])
+    quality = record["quality"]
+    if quality is not None:  # samples are texts of the model's
+        quality = {**quality, **{key: read_numbers(quality[key]) for key in ("checkpoints", "baseline")}}
     gates = judge_proofs(bounds, conversion, network)
     if quality is not None:
         gates += judge_quality(bounds, quality)

@@ -76,7 +76,7 @@ def sample_tokens(
 def require_bytes(sources: Sequence[Documents], *, samples: int, length: int) -> None:
     """Refuses plain text that is certainly too little, as sample_tokens does: a token is a byte at least, and one of
     each piece may be BOS."""
-    most = sum(source.nbytes for source in sources) // (length - 1)
+    most = sum(source.nbytes for source in sources) // max(1, length - 1)
     if most < samples and all(source.format == "text" for source in sources):
         found = "; ".join(f"{source.path}: {source.nbytes:,} bytes" for source in sources)
         raise _refuse_amount(samples, length, f"at most {most} ({found})")

@@ -82,7 +82,7 @@ def _solve(context: StageContext, source: CheckpointFolder) -> Quantize:
 
 STAGE = Stage(
     name="quantize",
-    version=7,
+    version=8,
     run=_run,
     inputs=("convert", "sensitivity"),
     sources=_sources,

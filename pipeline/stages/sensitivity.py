@@ -28,10 +28,13 @@ def calibration_parameters(config: Config) -> Mapping[str, Any]:
 
 
 def _parameters(config: Config) -> Mapping[str, Any]:
+    """How much text is measured, `sensitivity` says itself; a cache has no part in it."""
     parameters = config.stages.quantize.model_dump(
-        mode="json", exclude={"recipe": True, "budget": True, "calibration": True, "sensitivity": {"file"}}
+        mode="json",
+        exclude={"recipe": True, "budget": True, "kv_cache": True, "calibration": True, "sensitivity": {"file"}},
     )
-    return {**parameters, "calibration": calibration_parameters(config), "formats": offered_formats(config)}
+    text = {key: calibration_parameters(config)[key] for key in ("files", "seed")}
+    return {**parameters, "calibration": text, "formats": offered_formats(config)}
 
 
 def _applies(config: Config) -> bool:

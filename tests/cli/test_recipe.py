@@ -28,11 +28,20 @@ def test_what_was_edited_is_kept(recipe):
         assert file.read_text() != solved
         recipe("--budget", "size_ratio=0.9", *options)
         file.write_text(solved + "# by hand\n")
-        with pytest.raises(ConfigError, match=rf"{file} is there, and holds something else") as caught:
+        with pytest.raises(ConfigError, match=rf"{file} is there, and is no recipe as this version") as caught:
             recipe("--budget", "size_ratio=0.9", *options)
         assert "--force" in caught.value.hint and file.read_text() == solved + "# by hand\n"
         recipe("--budget", "size_ratio=0.9", "--force", *options)
         assert file.read_text() == solved
+
+
+def test_what_cannot_be_is_refused_before_anything_is_measured(workplace, invoke, monkeypatch):
+    monkeypatch.setattr("pipeline.cli.sensitivity.measure", lambda config: pytest.fail("measured"))
+    with pytest.raises(ConfigError, match=r"^bits_per_weight: 4 cannot be met: the smallest formats make [45]\."):
+        invoke("recipe", "small", "--budget", "bits_per_weight=4")
+    Path("r.yaml").write_text("rows: []\n")
+    with pytest.raises(ConfigError, match=r"^r.yaml is there"):
+        invoke("recipe", "small", "--budget", "bits_per_weight=9", "-o", "r.yaml")
 
 
 @pytest.mark.parametrize(("budget", "noted"), [("kl=1e-9", True), ("size_ratio=0.9", False)])

@@ -1,3 +1,4 @@
+import contextlib
 import json
 import os
 import re
@@ -140,6 +141,14 @@ def test_text_that_is_certainly_too_little(workplace, invoke):
         invoke("validate", "small", *settings)
     (workplace / "text.txt").write_text("x" * 23)
     assert invoke("validate", "small", *settings).exit_code == 0
+    # A recipe is solved from what its measuring reads; what it is for may round only.
+    auto = ("stages.quantize.recipe=auto", "stages.quantize.budget={size_ratio: 0.9}", "stages.quantize.method=rtn")
+    effort = "stages.quantize.sensitivity={samples: %d, length: 16}"
+    for samples, refused in ((2, False), (3, True)):
+        given = [part for each in (*auto, effort % samples) for part in ("--set", each)]
+        many = ("--set", "stages.quantize.calibration.samples=5000")
+        with pytest.raises(QuantizationError, match="3 pieces of 16 tokens") if refused else contextlib.nullcontext():
+            invoke("validate", "small", *settings, *given, *many)
 
 
 def test_a_wrong_path_is_told_where_it_was_looked_for(workplace, invoke, llama_path):

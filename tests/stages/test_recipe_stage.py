@@ -90,8 +90,9 @@ def test_a_budget_is_no_part_of_what_is_measured(folder: Path, monkeypatch: pyte
     with monkeypatch.context() as refused:
         refused.setattr(sensitivity, "_Run", lambda *_: pytest.fail("measured again"))
         assert run(load_config("auto.yaml"))["report"]["quant_algo"] == "MIXED_PRECISION"
-        plain = load_config("auto.yaml", ["stages.quantize.recipe.rows=[]", "stages.quantize.budget=null"])
-        assert measure(plain).read_bytes() == measured[0].read_bytes()
+        plain = ["stages.quantize.recipe.rows=[]", "stages.quantize.budget=null"]
+        for others in ([], ["stages.quantize.calibration.samples=5"], ["stages.quantize.kv_cache=int8"]):
+            assert measure(load_config("auto.yaml", [*plain, *others])).read_bytes() == measured[0].read_bytes()
     measure(load_config("auto.yaml", ["stages.quantize.sensitivity.samples=5"]))
     assert len([*Path("out/store/sensitivity").glob("*/sensitivity.json")]) == 2
 

@@ -18,7 +18,7 @@ RECORD, ENGINE = "tensorrt_llm.json", "engine"  # the latter: the folder of conf
 @dataclass(frozen=True, slots=True, kw_only=True)
 class EngineRecord:
     """version: TensorRT-LLM's. image: the container to serve it in. sm, tensorrt: what it was built on and with; None
-    where no receipt says. job: the job's name. network_digest: of the network that `verify` proved for the same
+    where no receipt says. job: the job's name. network_digest: of the network that was proved for the same
     checkpoint. request: as asked (EngineRequest). files: sizes in bytes, by name within the engine's folder."""
 
     version: str
