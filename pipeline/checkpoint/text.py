@@ -108,6 +108,20 @@ def token_array(ids: Iterable[int] = ()) -> array[int]:
     return array("i", ids)
 
 
+def compare_vocabulary(tokenizer_file: Path, vocab_size: int) -> str | None:
+    """What to note of a tokenizer that has far fewer tokens than the model; a few it may lack. Raises CheckpointError
+    where it has more, or cannot be read."""
+    tokens = load_tokenizer(tokenizer_file).get_vocab().values()
+    if (largest := max(tokens, default=0)) >= vocab_size:
+        raise CheckpointError(
+            f"{tokenizer_file} has token {largest}, the model's vocabulary ends at {vocab_size - 1}",
+            hint="it belongs to another model: copy it from the model's own repository",
+        )
+    if 2 * len(tokens) > vocab_size:
+        return None
+    return f"{tokenizer_file} has {len(tokens):,} tokens, the model {vocab_size:,}: is it another model's?"
+
+
 def load_tokenizer(tokenizer_file: Path) -> Tokenizer:
     """Without truncation and padding, whatever the file says. Raises CheckpointError where it cannot be read."""
     from tokenizers import Tokenizer

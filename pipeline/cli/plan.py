@@ -47,7 +47,7 @@ def command(
     from pipeline.stages.graph import load_stages
 
     config = read_config(config_file, overrides)
-    source = check_source(config, quick=True)
+    source = check_source(config)
     plans = Executor(config, load_stages()).plan(start=start, until=until, force=force)
     foreign = config.target.world.foreign
     describe = describe_foreign_memory if foreign else describe_memory

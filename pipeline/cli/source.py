@@ -32,14 +32,13 @@ class CheckedSource:
     host_notes: tuple[str, ...]
 
 
-def check_source(config: Config, *, keep: bool = True, quick: bool = False) -> CheckedSource:
+def check_source(config: Config, *, keep: bool = True) -> CheckedSource:
     """Refuses what cannot be, without reading a weight (ConfigError, CheckpointError, CompatibilityError); of linears
     that are quantized already it reads the scales, zero points and order of inputs.
 
-    `keep` notes in the store what passed. `quick`: without the tokenizer, which a library of its own loads.
+    `keep` notes in the store what passed.
     """
     from pipeline.checkpoint.checked_headers import remember
-    from pipeline.checkpoint.headers import TOKENIZER
     from pipeline.cli.host import list_host_notes
     from pipeline.config.case import Case
     from pipeline.config.compatibility import check_compatibility
@@ -47,8 +46,6 @@ def check_source(config: Config, *, keep: bool = True, quick: bool = False) -> C
     _check_model(config)
     headers = config.read_headers()
     notes = check_compatibility(config, headers.architecture, headers.tensors, headers.holding)
-    if not quick:
-        notes = (*notes, *_check_tokenizer(config.model.path / TOKENIZER, headers.architecture.vocab_size))
     _check_texts(config)
     _check_sensitivity(config, headers.architecture)
     if keep:
@@ -69,20 +66,6 @@ def _check_model(config: Config) -> None:
         )
     what = explain_absence(path) if path.is_symlink() else "there is no such folder"
     raise CheckpointError(f"{key}: {path}: {what}", hint=_suggest_path(path, folders=True))
-
-
-def _check_tokenizer(file: Path, vocab_size: int) -> list[str]:
-    """What to note of it, which may lack a few of the model's tokens."""
-    from pipeline.checkpoint.text import load_tokenizer
-
-    tokens = load_tokenizer(file).get_vocab().values()
-    if (largest := max(tokens, default=0)) >= vocab_size:
-        raise CheckpointError(
-            f"{file} has token {largest}, the model's vocabulary ends at {vocab_size - 1}",
-            hint="it belongs to another model: copy it from the model's own repository",
-        )
-    few = 2 * len(tokens) <= vocab_size
-    return [f"{file} has {len(tokens):,} tokens, the model {vocab_size:,}: is it another model's?"] if few else []
 
 
 def _check_texts(config: Config) -> None:

@@ -18,11 +18,15 @@ def command(config_file: str, overrides: tuple[str, ...], as_json: bool) -> None
     against them. Leaves with 2 for a mistake in the config, 3 for one in the checkpoint, 4 for a combination that
     cannot work or is not part of this version.
     """
+    from pipeline.checkpoint.headers import TOKENIZER
+    from pipeline.checkpoint.text import compare_vocabulary
     from pipeline.cli.source import check_source
 
     config = read_config(config_file, overrides)
     source = check_source(config, keep=False)
     architecture, nbytes = source.headers.architecture, source.headers.nbytes
+    few = compare_vocabulary(config.model.path / TOKENIZER, architecture.vocab_size)
+    notes = [*source.notes, *([few] if few else [])]
     if as_json:
         print_json(
             {
@@ -34,7 +38,7 @@ def command(config_file: str, overrides: tuple[str, ...], as_json: bool) -> None
                     "tensors": source.headers.count,
                     "bytes": nbytes,
                 },
-                "notes": list(source.notes),
+                "notes": notes,
             }
         )
         return
@@ -42,5 +46,5 @@ def command(config_file: str, overrides: tuple[str, ...], as_json: bool) -> None
         f"{config.name}: valid. {config.model.path}: {architecture.name}, {architecture.num_layers} layers, "
         f"{source.headers.count} tensors, {format_bytes(nbytes)}"
     )
-    for note in source.notes:
+    for note in notes:
         click.echo(f"  note: {note}")

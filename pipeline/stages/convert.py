@@ -31,9 +31,15 @@ def _parameters(config: Config) -> Mapping[str, Any]:
 def _run(context: StageContext) -> None:
     from pipeline.checkpoint.convert import convert_checkpoint
     from pipeline.checkpoint.folder import CheckpointFolder
+    from pipeline.checkpoint.headers import TOKENIZER
+    from pipeline.checkpoint.text import compare_vocabulary
 
     settings = context.config.stages.convert
     source = CheckpointFolder.open(context.config.model.path)
+    # Here, since a run that is cached loads no library for it; a folder without one is refused before.
+    tokenizer = source.path / TOKENIZER
+    if tokenizer.is_file() and (few := compare_vocabulary(tokenizer, source.architecture.vocab_size)):
+        context.progress.note(few)
     convert_checkpoint(
         source,
         context.workspace,
