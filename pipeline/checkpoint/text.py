@@ -2,15 +2,14 @@
 
 from __future__ import annotations
 
-import codecs
 import os
-import sys
 from array import array
 from collections.abc import Callable, Iterable, Iterator
 from itertools import islice
 from pathlib import Path
 from typing import TYPE_CHECKING
 
+from pipeline.checkpoint.text_faults import find_fault
 from pipeline.errors import CheckpointError, ConfigError
 from pipeline.progress import SILENT, Progress
 
@@ -19,16 +18,6 @@ if TYPE_CHECKING:
 
 CHUNK_CHARACTERS = 1 << 14  # tokenized by one thread: a whole file in one call is slow and large
 MOST_OF_LINE = 1 << 16  # characters of it that are read for its end
-BLOCK = 1 << 20  # bytes looked through at a time
-KINDS = {  # by how a file that is no text begins
-    b"\x1f\x8b": "is compressed (gzip): unpack it",
-    b"\x28\xb5\x2f\xfd": "is compressed (zstd): unpack it",
-    b"PK\x03\x04": "is compressed (zip): unpack it",
-    b"PAR1": "is Parquet: convert it to JSON lines, or to text",
-    codecs.BOM_UTF16_LE: "is UTF-16: convert it to UTF-8",
-    codecs.BOM_UTF16_BE: "is UTF-16: convert it to UTF-8",
-}
-NULS = "holds NUL bytes (byte {}): is it UTF-16?"
 MOST_CHUNKS = 8  # at a time, by as many threads. What the library holds of a chunk is fifty times as large as it
 
 
@@ -60,47 +49,6 @@ def encode_file(tokenizer_file: Path, file: Path, *, setting: str, progress: Pro
             fault or f"{file} changed while it was read", hint=f"{setting} names UTF-8 text files"
         ) from error
     return ids
-
-
-def find_fault(file: Path, most: int = sys.maxsize) -> str | None:
-    """Why the file is no text of UTF-8, as far as its first `most` bytes show: its name, line and byte."""
-    fault = _locate_fault(file, most)
-    if fault is None:
-        return None
-    with open(file, "rb") as text:
-        begin = text.read(max(map(len, KINDS)))
-    for magic, kind in KINDS.items():
-        if begin.startswith(magic):
-            return f"{file} {kind}"
-    where, problem = fault
-    return f"{file}:{count_lines(file, where) + 1}: {problem}"
-
-
-def _locate_fault(file: Path, most: int) -> tuple[int, str] | None:
-    decoder, at = codecs.getincrementaldecoder("utf-8")(), 0
-    with open(file, "rb") as text:
-        while True:
-            block, cut = text.read(min(BLOCK, most - at)), len(decoder.getstate()[0])
-            if (where := block.find(b"\0")) >= 0:
-                return at + where, NULS.format(at + where)
-            try:
-                decoder.decode(block, final=not block and at < most)  # the last character may be cut at `most`
-            except UnicodeDecodeError as error:
-                where = at - cut + error.start
-                return where, f"is not UTF-8 (byte {where}: {error.reason})"
-            if not block:
-                return None
-            at += len(block)
-
-
-def count_lines(file: Path, end: int) -> int:
-    """Line ends before byte `end`; only read for an error's sake."""
-    count = 0
-    with open(file, "rb") as data:
-        while end > 0 and (block := data.read(min(end, BLOCK))):
-            count += block.count(b"\n")
-            end -= len(block)
-    return count
 
 
 def token_array(ids: Iterable[int] = ()) -> array[int]:

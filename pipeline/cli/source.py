@@ -147,7 +147,7 @@ def _check_files(config: Config, texts: Mapping[str, Sequence[Path]]) -> None:
 
 def _find_problem(file: Path) -> str | None:
     """What shows at a file's beginning: a text may be of gigabytes, and the stage that reads it is hours away."""
-    from pipeline.checkpoint.text import find_fault
+    from pipeline.checkpoint.text_faults import find_fault
 
     return find_fault(file, BEGIN) if file.stat().st_size else f"{file} is empty"
 

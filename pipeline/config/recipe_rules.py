@@ -10,11 +10,11 @@ from pipeline.config.case import Case
 from pipeline.config.expert_rules import EXPERT_FORMATS
 from pipeline.config.format_rules import FP8_FORMATS
 from pipeline.config.rules import Rule
-from pipeline.quantization.catalog import FORMATS, GROUP_SIZES, NONE
+from pipeline.quantization.catalog import FORMATS, NONE
 from pipeline.quantization.options import Candidate, list_candidates
 from pipeline.quantization.patterns import find_pattern
 from pipeline.quantization.rules import HEAD_HINT, find_unfit_head
-from pipeline.quantization.selection import HEAD, HEAD_NAME, Decision, fit
+from pipeline.quantization.selection import HEAD, HEAD_NAME, Decision
 
 if TYPE_CHECKING:
     from collections.abc import Sequence
@@ -85,7 +85,7 @@ def explain_impossible(case: Case, goal: Goal) -> str | None:
 
 
 def _count_least(shape: Sequence[int], candidates: Sequence[Candidate], width: int) -> int:
-    fits = (fit(each.method, shape, each.group_size or max(GROUP_SIZES)) for each in candidates)
+    fits = (candidate.fit(shape) for candidate in candidates)
     sizes = (FORMATS[each.format].nbytes(shape, each.group) for each in fits if isinstance(each, Decision))
     return min(sizes, default=shape[0] * shape[1] * width)
 
@@ -129,12 +129,7 @@ RECIPE_RULES: tuple[Rule, ...] = (
         "give a row another method than none, or leave the recipe out and set stages.quantize.method: none",
     ),
     Rule("auto_has_budget", "stages.quantize.recipe", _find_no_budget, "set stages.quantize.budget: {size_ratio: 0.4}"),
-    Rule(
-        "budget_is_possible",
-        "stages.quantize.budget",
-        _find_impossible_budget,
-        BUDGET_HINT,
-    ),
+    Rule("budget_is_possible", "stages.quantize.budget", _find_impossible_budget, BUDGET_HINT),
     Rule("auto_has_method", "stages.quantize.recipe", _find_no_base, "set stages.quantize.method: awq"),
     Rule("auto_or_rows", "stages.quantize.recipe", _find_two_recipes, "write auto, or the rows"),
     Rule(

@@ -7,6 +7,7 @@ import re
 from typing import TYPE_CHECKING
 
 from pipeline.errors import CheckpointError
+from pipeline.evaluation.network_findings import find_broken
 
 if TYPE_CHECKING:
     from collections.abc import Sequence
@@ -21,13 +22,11 @@ def require_finite(subjects: Sequence[Subject], measures: Sequence[Measure]) -> 
     """CheckpointError for the first checkpoint whose perplexity is not finite."""
     for subject, measure in zip(subjects, measures, strict=True):
         if not math.isfinite(measure.tally.perplexity):
-            errors = measure.layers.error
-            layer = next((i for i, error in enumerate(errors) if not math.isfinite(error)), None)
-            raise _explain(subject, layer)
+            raise _explain(subject, find_broken(measure.layers.error))
 
 
 def _explain(subject: Subject, layer: int | None) -> CheckpointError:
-    """`layer`: the first whose output is not finite, None where that of all is; nothing before it is to blame."""
+    """`layer`: the first whose output is not finite, None where that of all is. It is to blame, or what is in none."""
     import torch
 
     for name in subject.source.tensors:

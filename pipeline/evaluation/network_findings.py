@@ -88,12 +88,19 @@ class NetworkProof:
         return find_worst(self.declared_layer_errors)
 
 
+def find_broken(errors: Sequence[float]) -> int | None:
+    """The first layer whose error is not finite."""
+    return next((i for i, error in enumerate(errors) if not math.isfinite(error)), None)
+
+
 def find_largest(errors: Sequence[float]) -> int:
     """The first layer whose error is not finite, else the one whose is largest."""
-    return next((i for i, error in enumerate(errors) if not math.isfinite(error)), errors.index(max(errors)))
+    broken = find_broken(errors)
+    return errors.index(max(errors)) if broken is None else broken
 
 
 def find_worst(errors: Sequence[float]) -> int:
     """The first layer whose error is not finite, else the one that adds most to what it was given."""
     growth = [after - before for before, after in itertools.pairwise([0.0, *errors])]
-    return next((i for i, error in enumerate(errors) if not math.isfinite(error)), growth.index(max(growth)))
+    broken = find_broken(errors)
+    return growth.index(max(growth)) if broken is None else broken

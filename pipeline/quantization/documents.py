@@ -10,7 +10,7 @@ import codecs
 from collections.abc import Callable, Iterator
 from typing import TYPE_CHECKING, Any, BinaryIO
 
-from pipeline.checkpoint.text import NULS, count_lines
+from pipeline.checkpoint.text_faults import NULS, count_lines
 from pipeline.errors import QuantizationError
 from pipeline.quantization.calibration_files import (
     BLOCK,

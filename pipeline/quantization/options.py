@@ -6,7 +6,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 
 from pipeline.quantization.catalog import FORMATS, GROUP_SIZES, METHODS
-from pipeline.quantization.selection import Rules
+from pipeline.quantization.selection import Decision, Rules, fit
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -37,6 +37,10 @@ class Candidate:
     @property
     def name(self) -> str:
         return self.method if self.group_size is None else f"{self.method}/{self.group_size}"
+
+    def fit(self, shape: Sequence[int]) -> Decision | str:
+        """Of a method other than "none": what becomes of a linear [out, in], or why its shape does not allow it."""
+        return fit(self.method, shape, self.group_size or max(GROUP_SIZES))
 
     @staticmethod
     def parse(name: str) -> Candidate:

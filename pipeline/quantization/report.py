@@ -73,9 +73,9 @@ class QuantizationReport:
         but a row of its own for each method and group size among them.
 
         layer: null of the head, which is behind them; group: the linear that names it, relative to the layer, experts
-        as "*"; linears: how many; method;
-        format; group_size: null in formats without; alpha: the mean of those that have one; clipped: the share of the
-        linears; loss_before and loss_after: the mean of the linears' losses, null where nothing was measured.
+        as "*"; linears: how many; method; format; group_size: null in formats without; alpha: the mean of those that
+        have one; clipped: the share of the linears; loss_before and loss_after: the mean of the linears' losses, null
+        where nothing was measured.
         """
         cells: dict[tuple[int | None, str, str, int | None], list[dict[str, Any]]] = {}
         for row in self.linears.values():

@@ -6,7 +6,7 @@ from __future__ import annotations
 
 import json
 import re
-from dataclasses import dataclass
+from dataclasses import asdict, dataclass
 from typing import TYPE_CHECKING, Any
 
 from pipeline.checkpoint.shards import Shard
@@ -59,8 +59,7 @@ class Steps:
         path = self._record(step)
         path.parent.mkdir(exist_ok=True)
         listed = [(info.name, info.dtype, info.shape) for info in infos]
-        said = {"linears": part.linears, "experts": part.experts, "coverage": part.coverage}
-        path.write_text(json.dumps({"infos": listed, **said}), encoding="utf-8")
+        path.write_text(json.dumps({"infos": listed, **asdict(part)}), encoding="utf-8")
         self.workspace.finish(step, [self.shard(step), path])
 
     def read(self) -> tuple[list[Shard], list[Part]]:

@@ -11,11 +11,10 @@ from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING
 
 from pipeline.checkpoint.layouts import layout_for
-from pipeline.quantization.catalog import GROUP_SIZES
 from pipeline.quantization.options import Candidate
 from pipeline.quantization.rules import Linear, choose_linears
 from pipeline.quantization.scale_groups import scale_groups
-from pipeline.quantization.selection import HEAD, Decision, Rules, fit
+from pipeline.quantization.selection import HEAD, Decision, Rules
 
 if TYPE_CHECKING:
     from pipeline.checkpoint.architecture import Architecture
@@ -51,7 +50,7 @@ class Unit:
         """Its linears under a candidate other than "none"; None where a shape does not allow it."""
         treated = {}
         for linear in self.linears:
-            decision = fit(candidate.method, linear.shape, candidate.group_size or max(GROUP_SIZES))
+            decision = candidate.fit(linear.shape)
             if not isinstance(decision, Decision):
                 return None
             treated[linear.name] = replace(linear, method=decision.method, group=decision.group)

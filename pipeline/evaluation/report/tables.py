@@ -34,7 +34,7 @@ def _describe_task(task: Document) -> str:
 
 
 def tabulate_network(verification: Document) -> list[dict[str, Any]]:
-    """How far each layer of the network is from transformers', of verification.json."""
+    """How far each layer of the network is from transformers', of verify.json."""
     network = verification.get("network")
     if not network:
         return []
